@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests: where the real models are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+MODEL_FILES = {
+    "smollm2-135m": "smollm2-135m-instruct-q4_1.gguf",
+    "gemma3-270m": "gemma3-270m-q4_k_m.gguf",
+    "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+}
+
+
+@pytest.fixture(scope="session")
+def model_path():
+    """A function from a model's name to its file; skips the test when the file is not at hand."""
+
+    def find(name: str) -> Path:
+        folder = os.environ.get("ROPEWALK_TEST_MODELS")
+        if folder and (path := Path(folder) / MODEL_FILES[name]).exists():
+            return path
+        if name == "smollm2-135m":
+            from ropewalk.checkpoint.hub import resolve
+
+            return resolve(name)
+        pytest.skip(f"{name} is not at hand: set ROPEWALK_TEST_MODELS to a folder with {MODEL_FILES[name]}")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def smollm2(model_path) -> Path:
+    """The default model, SmolLM2-135M-Instruct Q4_1."""
+    return model_path("smollm2-135m")
