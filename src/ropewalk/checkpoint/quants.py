@@ -131,7 +131,8 @@ def _runs(packed: Bytes, run: int, width: int) -> Bytes:
 
 
 def _grouped(values: NDArray[Any], groups: int) -> NDArray[Any]:
-    return values.reshape(len(values), groups, -1)
+    grouped: NDArray[Any] = values.reshape(len(values), groups, -1)
+    return grouped
 
 
 def _f32(scales: NDArray[Any]) -> Floats:
@@ -255,13 +256,13 @@ def _iq4_nl(blocks: Blocks) -> Floats:
 def _iq4_xs(blocks: Blocks) -> Floats:
     # Eight 6-bit scales: the low four bits as nibbles in turn, the high two in a 16-bit word.
     low = _runs(blocks["scales_l"], 1, 4)
-    high = (blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(
-        3
-    )
+    words = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)
+    high = words.astype(np.uint8) & np.uint8(3)
     scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
     d = _f32(blocks["d"]) * scales.astype(np.float32)
     levels = IQ4_LEVELS.astype(np.float32)
-    return (d[..., None] * _grouped(levels[_runs(blocks["qs"], 16, 4)], 8)).reshape(-1, 256)
+    q: Floats = _grouped(levels[_runs(blocks["qs"], 16, 4)], 8)
+    return (d[..., None] * q).reshape(-1, 256)
 
 
 def _mxfp4(blocks: Blocks) -> Floats:
@@ -308,8 +309,8 @@ FORMATS_BY_ID: Mapping[int, BlockFormat] = MappingProxyType({f.ggml_id: f for f 
 UNSUPPORTED: Mapping[int, str] = MappingProxyType(
     {
         9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-        22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-        40: "NVFP4", 41: "Q1_0",
+        22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+        35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
     }
 )  # fmt: skip
 """Formats that ggml has and Ropewalk does not, by ggml number."""
