@@ -23,7 +23,8 @@ from types import MappingProxyType, TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.checkpoint.header import Header, StringArray, TensorInfo, read_header
+from ropewalk.checkpoint.cursor import StringArray
+from ropewalk.checkpoint.header import Header, TensorInfo, read_header
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import CheckpointError, ModelNotFoundError
 
