@@ -144,7 +144,7 @@ class Backend(Protocol):
         ...
 
     def new_cache(self, n_pages: int, dtype: str = "float16") -> KVCache:
-        """Allocate a KV cache of `n_pages` pages of `PAGE_SIZE` tokens; `dtype` is the element type's name."""
+        """Allocate a KV cache of `n_pages` pages of `PAGE_SIZE` tokens; `dtype` names the element type."""
         ...
 
     # `cache` is Any because each backend accepts only the caches it made itself.
