@@ -15,11 +15,18 @@ MODEL_FILES = {
 
 @pytest.fixture(scope="session")
 def model_path():
-    """A function from a model's name to its file; skips the test when the file is not at hand."""
+    """A function from a model's name to its file.
+
+    The files are sought in the folder that ROPEWALK_TEST_MODELS names: one that is missing there fails the
+    test, so that CI cannot pass by skipping. Without the variable the default model comes from the catalog,
+    and a test that needs another one is skipped.
+    """
 
     def find(name: str) -> Path:
-        folder = os.environ.get("ROPEWALK_TEST_MODELS")
-        if folder and (path := Path(folder) / MODEL_FILES[name]).exists():
+        if folder := os.environ.get("ROPEWALK_TEST_MODELS"):
+            path = Path(folder) / MODEL_FILES[name]
+            if not path.exists():
+                pytest.fail(f"ROPEWALK_TEST_MODELS is {folder}, which does not hold {MODEL_FILES[name]}")
             return path
         if name == "smollm2-135m":
             from ropewalk.checkpoint.hub import resolve

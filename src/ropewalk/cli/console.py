@@ -1,0 +1,125 @@
+"""Writing to a terminal or a pipe: safe text, aligned lines, exit statuses.
+
+Text that comes from a model file, a prompt or a model is never trusted: `visible` takes the terminal's
+control characters out of it. Nothing here colours anything, so NO_COLOR and pipes need no special case.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+
+from ropewalk.errors import RopewalkError
+
+# Characters that change the order in which a line is read; harmless in prose, a disguise in a name.
+_REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
+
+
+def visible(text: str, *, keep: str = "\n\t") -> str:
+    """`text` with every control character replaced by a visible one, except those in `keep`.
+
+    ESC becomes U+241B and so on; what has no such picture becomes `\\x9b` in letters.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) != "Cc" else _picture(c) for c in text)
+
+
+def _picture(control: str) -> str:
+    code = ord(control)
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"\\x{code:02x}"
+
+
+def one_line(text: object) -> str:
+    """`text` for one line of a message: no control characters at all, and none that reorder the line."""
+    shown = visible(str(text).replace("\n", " "), keep="")
+    return "".join(f"\\u{ord(c):04x}" if c in _REORDERING else c for c in shown)
+
+
+def write(text: str) -> None:
+    """Write text to stdout at once: made safe for a terminal, exactly as it is for a pipe."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A line on stdout."""
+    print(text)
+
+
+def tell(text: str) -> None:
+    """A line on stderr: what is going on, never the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_json(value: object) -> None:
+    """`value` as one JSON object on stdout. Strictly JSON: NaN and infinities are a fault."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    """Rows as aligned text, two spaces between columns; the columns in `right` are aligned right."""
+    right = frozenset(right)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def fields(values: Mapping[str, str]) -> str:
+    """`name  value` lines, aligned; a value of several lines is indented under its first."""
+    width = max(map(len, values))
+    indent = "\n" + " " * (width + 2)
+    return "\n".join(f"{name:<{width}}  {value.replace(chr(10), indent)}" for name, value in values.items())
+
+
+def byte_size(n_bytes: float) -> str:
+    """A number of bytes as people read it, in powers of ten: `98.1 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """A verb with each of its endings turned into an exit status (see `ropewalk.cli.main`)."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if reconfigure := getattr(stream, "reconfigure", None):
+                reconfigure(errors="replace")  # an ASCII terminal must not stop an answer
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _tell_warning
+                function(*args, **options)
+            sys.stdout.flush()
+        except RopewalkError as error:
+            tell(f"ropewalk: {one_line(error)}")
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            tell("")
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # The reader of stdout is gone. Python would flush it once more on its way out, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+
+    return run
+
+
+def _tell_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    tell(f"ropewalk: warning: {one_line(message)}")

@@ -1,0 +1,173 @@
+"""The options that several verbs share, each said once.
+
+A *group* is a function whose keyword parameters are command-line options and whose result is what they mean.
+`takes` puts the options of a group into a verb's signature in place of the one parameter that receives the
+result.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ropewalk.errors import InvalidParameterError
+from ropewalk.params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: the verb's parameter `name` is computed by `groups[name]` from that group's options."""
+    signatures = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True)
+        parameters = [p for p in own.parameters.values() if p.name not in groups]
+        parameters += [p for signature in signatures.values() for p in signature.values()]
+
+        @functools.wraps(function)
+        def call(**options: Any) -> None:
+            for name, group in groups.items():
+                mine = {option: options.pop(option) for option in signatures[name]}
+                try:
+                    options[name] = group(**mine)
+                except InvalidParameterError as error:
+                    raise typer.BadParameter(str(error)) from None
+            function(**options)
+
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        call.__dict__["__signature__"] = own.replace(parameters=parameters)
+        del call.__dict__["__wrapped__"]  # or the types would be read from `function`
+        return call
+
+    return decorate
+
+
+def sampling(
+    *,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 always takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 keeps all.")] = 40,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Keep the fewest tokens whose probabilities reach p.")
+    ] = 0.95,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Keep tokens at least p times as probable as the likeliest.")
+    ] = 0.05,
+    typical_p: Annotated[
+        float, typer.Option("--typical-p", help="Locally typical sampling; 1 is off.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty", help="Divides or multiplies logits of tokens seen before; 1 is off."
+        ),
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Subtracted once per time a token was generated.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Subtracted if a token was generated at all.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID:BIAS", help="Added to one token's logit. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Same seed, same text. Default: a new one each time.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Stop after so many tokens; -1: no limit.")
+    ] = 512,
+    min_tokens: Annotated[int, typer.Option("--min-tokens", help="Do not stop before so many tokens.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Stop before this text. Repeatable.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Stop at this token. Repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
+    ] = False,
+    show_stop: Annotated[
+        bool, typer.Option("--show-stop", help="Leave the stop text in the answer.")
+    ] = False,
+    show_special: Annotated[
+        bool, typer.Option("--show-special", help="Show special tokens in the answer.")
+    ] = False,
+) -> SamplingParams:
+    """The sampling options, with the defaults that users of llama.cpp know (`SamplingParams` has others)."""
+    return SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=dict(map(parse_bias, logit_bias or ())),
+        seed=seed,
+        max_tokens=None if max_tokens == -1 else max_tokens,
+        min_tokens=min_tokens,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=show_stop,
+        skip_special_tokens=not show_special,
+    )
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    """`"42:-1.5"` as `(42, -1.5)`.
+
+    Raises
+    ------
+    InvalidParameterError
+        If `text` is not a token id, a colon and a number.
+    """
+    token_id, colon, bias = text.partition(":")
+    try:
+        if not colon or not re.fullmatch(r"[0-9]+", token_id):
+            raise ValueError
+        return int(token_id), float(bias)
+    except ValueError:
+        raise InvalidParameterError(f"--logit-bias {text!r}: expected ID:BIAS, for example 42:-1.5") from None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How to run a model: threads, context in tokens, and the type of the KV cache's elements."""
+
+    n_threads: int | None
+    context_length: int | None
+    cache_dtype: str
+
+
+def machine(
+    *,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", "-t", min=1, help="Default: the cores this process may really use."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", "-c", min=1, help="Tokens of context. Default: the model's, up to 8192."),
+    ] = None,
+    cache_type: Annotated[
+        str, typer.Option("--cache-type", help="Type of the KV cache's elements.")
+    ] = "float16",
+) -> Machine:
+    """The options that say how to run a model."""
+    return Machine(n_threads=threads, context_length=context, cache_dtype=cache_type)
+
+
+def model_argument() -> Any:
+    return typer.Argument(help=f"Path, catalog name or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}.")

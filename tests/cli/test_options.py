@@ -1,0 +1,95 @@
+"""The shared options: what they default to, what they become, and how a bad one is refused."""
+
+import shlex
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ropewalk.cli import options
+from ropewalk.errors import InvalidParameterError
+from ropewalk.params import SamplingParams
+
+
+@pytest.fixture
+def parse():
+    """A function from arguments to (SamplingParams, Machine), or to (status, output) on failure."""
+
+    def run(*arguments: str):
+        got = []
+        app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+        @app.command()
+        @options.takes(params=options.sampling, machine=options.machine)
+        def probe(*, params: SamplingParams, machine: options.Machine) -> None:
+            got.append((params, machine))
+
+        result = CliRunner().invoke(app, arguments)
+        if result.exit_code:
+            return result.exit_code, result.output
+        return got[0]
+
+    return run
+
+
+def test_defaults(parse):
+    params, machine = parse()
+    assert params == SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, max_tokens=512)
+    assert machine == options.Machine(n_threads=None, context_length=None, cache_dtype="float16")
+
+
+def test_every_sampling_option_arrives(parse):
+    line = (
+        "--temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --repetition-penalty 1.1 "
+        "--frequency-penalty 0.2 --presence-penalty 0.3 --logit-bias 5:-1.5 --logit-bias 7:2 --seed 9 "
+        "--max-tokens 20 --min-tokens 2 --stop A --stop B --stop-token-id 3 --stop-token-id 4 --ignore-eos "
+        "--show-stop --show-special --threads 2 --context 99 --cache-type float32"
+    )
+    params, machine = parse(*shlex.split(line))
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=0.3,
+        logit_bias={5: -1.5, 7: 2.0},
+        seed=9,
+        max_tokens=20,
+        min_tokens=2,
+        stop=("A", "B"),
+        stop_token_ids=(3, 4),
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
+    assert machine == options.Machine(n_threads=2, context_length=99, cache_dtype="float32")
+
+
+def test_no_limit_of_tokens(parse):
+    assert parse("-n", "-1")[0].max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "1.5"), "top_p"),
+        (("--logit-bias", "x"), "ID:BIAS"),
+        (("--threads", "0"), "--threads"),
+        (("--max-tokens", "many"), "--max-tokens"),
+        (("--temprature", "1"), "--temprature"),
+    ],
+)
+def test_a_bad_option_is_wrong_usage(parse, arguments, named):
+    status, output = parse(*arguments)
+    assert status == 2
+    assert named in output
+
+
+@pytest.mark.parametrize("text", ["", "5", ":1", "a:1", "-1:1", "5:x", "5:"])
+def test_parse_bias_refuses(text):
+    with pytest.raises(InvalidParameterError, match="ID:BIAS"):
+        options.parse_bias(text)
