@@ -228,10 +228,10 @@ def test_a_header_that_never_ends_is_refused(craft, tmp_path, monkeypatch):
     monkeypatch.setattr(cursor, "HEADER_LIMIT", 50_000)
     path = tmp_path / "m.gguf"
     path.write_bytes(craft.gguf([(f"k{i}", craft.string(b"x" * 9000)) for i in range(9)]))
-    with pytest.raises(CheckpointError, match="'k5' needs 9000 bytes.*passes the 50000 bytes"):
+    with pytest.raises(CheckpointError, match=r"'k5' needs 9000 bytes.*passes the 50000 bytes"):
         open_gguf(path)
     path.write_bytes(craft.gguf([(f"k{i}", craft.strings([b"x" * 1000] * 9)) for i in range(9)]))
-    with pytest.raises(CheckpointError, match="'k5' would end at byte.*passes the 50000 bytes"):
+    with pytest.raises(CheckpointError, match=r"'k5' would end at byte.*passes the 50000 bytes"):
         open_gguf(path)
 
 
