@@ -160,7 +160,7 @@ class TestSmallestSet:
 
 class TestTypicalP:
     def test_keeps_the_tokens_of_most_typical_surprise(self):
-        """Entropy 1.21; surprises .69, 1.39, 2.08, 2.08: the second is nearest (.17), then the first (.52)."""
+        """Entropy 1.21, surprises .69, 1.39, 2.08, 2.08: the second is nearest, then the first."""
         p = log(0.5, 0.25, 0.125, 0.125)
         assert survivors(p, typical_p=0.7) == [0, 1]
         assert survivors(p, typical_p=0.8) == [0, 1, 2]

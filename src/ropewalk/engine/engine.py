@@ -1,0 +1,221 @@
+"""The loop: schedule, forward, sample.
+
+One step runs one flat batch through the backend and draws a token for every request whose known tokens are
+all computed. Knows requests, pages and the sampler; does not know text, files, or how a page is laid out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.engine.pages import PagePool, pages_for
+from ropewalk.engine.request import FinishReason, Request
+from ropewalk.engine.sampler import choose, logprob
+from ropewalk.engine.scheduler import Chunk, Scheduler
+from ropewalk.errors import InvalidParameterError, PromptError
+from ropewalk.params import SamplingParams
+
+
+class Engine:
+    """Many requests through one model.
+
+    Parameters
+    ----------
+    backend : Backend
+        The model.
+    context_length : int
+        Most tokens of one sequence, prompt and output together.
+    kv_tokens : int
+        Tokens that the KV cache has room for, rounded up to pages; at least `context_length`.
+    cache_dtype : str
+        Element type of the KV cache.
+    end_ids : collection of int
+        Tokens with which the model ends its output.
+    max_batch, token_budget : int
+        Most requests, and most tokens, in one step.
+    keep_cache : bool
+        False recomputes every sequence from its first token for each new one, as if there were no KV cache:
+        the same tokens at a cost that grows with the square of the length. For comparison only.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        context_length: int,
+        kv_tokens: int,
+        cache_dtype: str = "float16",
+        end_ids: Collection[int] = (),
+        max_batch: int = 16,
+        token_budget: int = 512,
+        keep_cache: bool = True,
+    ) -> None:
+        if kv_tokens < context_length:
+            raise InvalidParameterError(
+                f"kv_tokens is {kv_tokens}; allowed: at least context_length, which is {context_length}"
+            )
+        self.backend = backend
+        self.context_length = context_length
+        self.end_ids = frozenset(end_ids)
+        self.keep_cache = keep_cache
+        self.scheduler = Scheduler(
+            PagePool(pages_for(kv_tokens)), max_batch=max_batch, token_budget=token_budget
+        )
+        self.cache: Any = backend.new_cache(pages_for(kv_tokens), cache_dtype)
+        self._ids = itertools.count()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt of token ids.
+
+        Raises
+        ------
+        PromptError
+            If the prompt is empty, leaves no room in the context, or has ids outside the vocabulary.
+        InvalidParameterError
+            If `params` names token ids outside the vocabulary.
+        """
+        self.validate(prompt, params)
+        room = self.context_length - len(prompt)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        request = Request(
+            id=next(self._ids),
+            params=params,
+            seed=int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed,
+            end_ids=frozenset() if params.ignore_eos else self.end_ids,
+            tokens=tokens,
+            n_prompt=len(prompt),
+            n_tokens=len(prompt),
+            arrived_s=time.perf_counter(),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add_request` would raise, without adding anything."""
+        check_prompt(prompt, vocab_size=self.backend.config.vocab_size, most=self.context_length - 1)
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
+            for token in ids:
+                if token >= self.backend.config.vocab_size:
+                    raise InvalidParameterError(
+                        f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
+                    )
+
+    def step(self) -> list[Request]:
+        """Run one batch; return the requests that got a token or failed.
+
+        An exception from the backend, or an interrupt, may leave half a step in the cache: it ends all
+        requests with "abort" and is raised again; the engine can be used afterwards.
+        """
+        try:
+            chunks = self.scheduler.schedule()
+            if not chunks:
+                return []
+            logits = self.backend.forward(self._batch(chunks), self.cache)
+            return self._advance(chunks, logits)
+        except BaseException:
+            self._abort_all()
+            raise
+
+    def finish(
+        self, request: Request, reason: FinishReason = "abort", stop_reason: int | str | None = None
+    ) -> None:
+        """End a request now, from outside; nothing happens if it has ended already."""
+        if request.finish_reason is None:
+            request.finish_reason, request.stop_reason = reason, stop_reason
+            self.scheduler.remove(request)
+
+    def check(self) -> None:
+        """Prove that pages and queues are consistent; raises AssertionError."""
+        self.scheduler.check()
+
+    def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
+        """Lay the chunks out one after another; a chunk that ends its request's tokens wants logits."""
+        now = time.perf_counter()
+        counts = [chunk.count for chunk in chunks]
+        tokens, positions = [], []
+        tables = np.zeros((len(chunks), max(len(chunk.request.pages) for chunk in chunks)), dtype=np.int32)
+        for row, (request, count) in enumerate((chunk.request, chunk.count) for chunk in chunks):
+            start = request.n_computed
+            request.started_s = request.started_s or now
+            tokens.append(request.tokens[start : start + count])
+            positions.append(np.arange(start, start + count, dtype=np.int32))
+            used = pages_for(start + count)
+            tables[row, :used] = request.pages[:used]
+        ends = np.cumsum(counts) - 1
+        wanted = [chunk.count == chunk.request.n_pending for chunk in chunks]
+        return StepBatch(
+            tokens=np.concatenate(tokens),
+            positions=np.concatenate(positions),
+            sequences=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
+            page_tables=tables,
+            logit_rows=ends[wanted].astype(np.int32),
+        )
+
+    def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:
+        """Count the chunks as computed, and draw for each request that has no pending token left."""
+        rows = iter(logits)
+        changed = []
+        for request, count in ((chunk.request, chunk.count) for chunk in chunks):
+            request.n_computed += count
+            if request.n_pending == 0:
+                self._draw(request, next(rows))
+                changed.append(request)
+                if not self.keep_cache:
+                    request.n_computed = 0
+            if request.finish_reason is not None:
+                self.scheduler.remove(request)
+        return changed
+
+    def _draw(self, request: Request, logits: Float32Array) -> None:
+        """Draw and append one token. A failure here is this request's alone."""
+        try:
+            token = choose(
+                logits, request.params, request.context, seed=request.seed, position=request.n_tokens
+            )
+            if request.params.logprobs is not None:
+                request.logprobs.append(logprob(logits, token, request.params.logprobs))
+            request.append(token)
+        except Exception as error:
+            request.finish_reason, request.error = "error", error
+        request.last_token_s = time.perf_counter()
+        request.first_token_s = request.first_token_s or request.last_token_s
+
+    def _abort_all(self) -> None:
+        scheduler = self.scheduler
+        for request in (*scheduler.running, *scheduler.waiting):
+            request.finish_reason = request.finish_reason or "abort"
+            request.pages = []
+        self.scheduler = Scheduler(
+            PagePool(scheduler.pool.n_pages),
+            max_batch=scheduler.max_batch,
+            token_budget=scheduler.token_budget,
+        )
+
+
+def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int) -> None:
+    """Raise PromptError unless the prompt has 1 ... `most` token ids of the vocabulary."""
+    if len(prompt) == 0:
+        raise PromptError("the prompt has no tokens; at least one is needed")
+    if len(prompt) > most:
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens; at most {most} fit into a context of {most + 1}"
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise PromptError(f"the prompt has {token!r} among its token ids; allowed: integers")
+        if not 0 <= token < vocab_size:
+            raise PromptError(f"the prompt has token id {token}; allowed: 0 ... {vocab_size - 1}")

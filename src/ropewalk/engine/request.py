@@ -1,0 +1,111 @@
+"""One generation under way: its tokens, how far they are computed, which pages it holds, how it ended.
+
+A request is changed by the engine alone. It knows token ids; text and stop strings are the caller's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.engine.pages import pages_for
+from ropewalk.engine.sampler import Context, Logprob
+from ropewalk.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""An end token, stop token or stop string; `max_tokens` or the context; the caller; a failure."""
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one generation.
+
+    Attributes
+    ----------
+    id : int
+        Number of the request, ascending in order of arrival.
+    params, seed
+        What was asked for; `seed` is the one in use, also when `params.seed` is None.
+    end_ids : frozenset of int
+        The model's end tokens, empty with `ignore_eos`.
+    tokens : int32 [n_prompt + max_tokens]
+        Prompt, then output; the first `n_tokens` are known.
+    n_prompt, n_tokens, max_tokens : int
+        Tokens of the prompt, of prompt and output so far, and the most that the output can have.
+    n_computed : int
+        Positions 0 ... n_computed - 1 have keys and values in the cache. Changed by `Engine.step` alone.
+    pages : list of int
+        Page table; empty while the request waits and after its end.
+    finish_reason, stop_reason, error
+        None until the end. `stop_reason` is the stop token or stop string; `error` belongs to "error".
+    logprobs : list of Logprob
+        One for each output token if they were asked for.
+    arrived_s, started_s, first_token_s, last_token_s : float
+        `time.perf_counter()` when the request was added, first ran, and got its first and latest token.
+    """
+
+    id: int
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]
+    tokens: NDArray[np.int32]
+    n_prompt: int
+    n_tokens: int
+    n_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    arrived_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that the output can have."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_output(self) -> int:
+        """Tokens of the output so far."""
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def output(self) -> list[int]:
+        """Token ids of the output so far."""
+        return [int(token) for token in self.tokens[self.n_prompt : self.n_tokens]]
+
+    @property
+    def n_pending(self) -> int:
+        """Known tokens that are not computed yet; the next token is drawn when there are none left."""
+        return self.n_tokens - self.n_computed
+
+    @property
+    def pages_at_most(self) -> int:
+        """Pages it needs if it runs to its end; the last token drawn is never computed."""
+        return pages_for(len(self.tokens) - 1)
+
+    @property
+    def context(self) -> Context:
+        """What the sampler may look at, as views."""
+        return Context(
+            prompt=self.tokens[: self.n_prompt],
+            output=self.tokens[self.n_prompt : self.n_tokens],
+            ends=self.end_ids | self.params.stop_ids,
+        )
+
+    def append(self, token: int) -> None:
+        """Add a drawn token, and end if it ends the generation."""
+        self.tokens[self.n_tokens] = token
+        self.n_tokens += 1
+        if token in self.end_ids:
+            self.finish_reason = "stop"
+        elif token in self.params.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif self.n_output == self.max_tokens:
+            self.finish_reason = "length"
