@@ -65,8 +65,7 @@ class Reference:
         self.config = config
         self._checkpoint = checkpoint
         self._spare_bytes = keep_bytes
-        self._kept: dict[str, Float32Array] = {}
-        self._embedding = checkpoint.tensor("token_embd.weight")
+        self._kept = {"token_embd.weight": checkpoint.tensor("token_embd.weight")}
         self._frequencies = [
             inverse_frequencies(rope, checkpoint.tensor("rope_freqs.weight") if rope.freq_factors else None)
             for rope in config.rope
@@ -109,15 +108,15 @@ class Reference:
             raise PromptError(f"token ids must be from 0 to {config.vocab_size - 1}")
         start = cache.length if cache else 0
         positions = np.arange(start, start + tokens.size)
-        x = self._embedding[tokens] * np.float32(config.embedding_scale)
+        x = self._weight("token_embd.weight")[tokens] * np.float32(config.embedding_scale)
         for layer in range(config.n_layers):
             x = x + self._attention(layer, self._norm(x, f"blk.{layer}.attn_norm.weight"), positions, cache)
             x = x + self._feed_forward(layer, self._norm(x, f"blk.{layer}.ffn_norm.weight"))
         if cache:
             cache.length += tokens.size
         x = self._norm(x, "output_norm.weight")
-        output = self._embedding if config.tied_output else self._weight("output.weight")
-        return softcap(x @ output.T, config.logit_softcap)
+        output = "token_embd.weight" if config.tied_output else "output.weight"
+        return softcap(self._linear(x, output), config.logit_softcap)
 
     def _attention(
         self, layer: int, x: Float32Array, positions: NDArray[np.int64], cache: ReferenceCache | None
@@ -144,22 +143,26 @@ class Reference:
             window=config.layer_window[layer],
             cap=config.attention_softcap,
         )
-        branch = mixed @ self._weight(block + "attn_output.weight").T
+        branch = self._linear(mixed, block + "attn_output.weight")
         return self._norm(branch, block + "post_attention_norm.weight") if config.post_norms else branch
 
     def _heads(self, x: Float32Array, name: str, n_heads: int) -> Float32Array:
         """One of the q, k, v projections, split: float32 [n_heads, n, head_dim]."""
-        y = x @ self._weight(name + ".weight").T
+        y = self._linear(x, name + ".weight")
         if self.config.qkv_bias:
             y = y + self._weight(name + ".bias")
         return y.reshape(len(x), n_heads, self.config.head_dim).swapaxes(0, 1)
 
     def _feed_forward(self, layer: int, x: Float32Array) -> Float32Array:
         block = f"blk.{layer}."
-        gate = ACTIVATIONS[self.config.activation](x @ self._weight(block + "ffn_gate.weight").T)
-        up = x @ self._weight(block + "ffn_up.weight").T
-        branch = (gate * up) @ self._weight(block + "ffn_down.weight").T
+        gate = ACTIVATIONS[self.config.activation](self._linear(x, block + "ffn_gate.weight"))
+        up = self._linear(x, block + "ffn_up.weight")
+        branch = self._linear(gate * up, block + "ffn_down.weight")
         return self._norm(branch, block + "post_ffw_norm.weight") if self.config.post_norms else branch
+
+    def _linear(self, x: Float32Array, name: str) -> Float32Array:
+        """x · Wᵀ for the matrix of that name, [outputs, inputs]."""
+        return x @ self._weight(name).T
 
     def _norm(self, x: Float32Array, name: str) -> Float32Array:
         return rms_norm(x, self._weight(name), self.config.norm_eps)
