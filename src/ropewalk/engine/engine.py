@@ -133,10 +133,16 @@ class Engine:
     def finish(
         self, request: Request, reason: FinishReason = "abort", stop_reason: int | str | None = None
     ) -> None:
-        """End a request now, from outside; nothing happens if it has ended already."""
+        """End a request now, from outside.
+
+        One that has ended already keeps its reason if the new one is "abort"; otherwise the new one counts,
+        since a stop string may stand in the last token that fits.
+        """
         if request.finish_reason is None:
-            request.finish_reason, request.stop_reason = reason, stop_reason
             self.scheduler.remove(request)
+        elif reason == "abort":
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
 
     def check(self) -> None:
         """Prove that pages and queues are consistent; raises AssertionError."""

@@ -1,0 +1,545 @@
+"""The front door: `LLM` opens a model and turns prompts into text.
+
+It joins what the rooms behind it do: a checkpoint is found and read, its tokenizer, chat template and backend
+are built, and an `Engine` runs the requests. Here token ids meet text: prompts are encoded, drawn tokens are
+decoded as they come, and stop strings end their request.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.engine.engine import Engine, check_prompt
+from ropewalk.engine.pages import pages_for
+from ropewalk.engine.request import Request
+from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
+from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
+from ropewalk.params import SamplingParams
+from ropewalk.text.stream import StreamDecoder
+
+if TYPE_CHECKING:
+    from ropewalk.checkpoint.hub import Progress
+    from ropewalk.text.chat import ChatTemplate
+    from ropewalk.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+DEFAULT_CONTEXT = 8192
+"""Most tokens of context unless `context_length` says otherwise: the KV cache is allocated at the start."""
+
+
+class LLM:
+    """A model that is ready to generate. Use it as a context manager, or call `close`.
+
+    Several threads may use one `LLM`; their requests share its steps.
+
+    Parameters
+    ----------
+    model : str or path, default "smollm2-135m"
+        A `.gguf` file, a catalog name, or `hf.co/owner/repo[:file]`. Fetched first if need be.
+    n_threads : int, optional
+        Threads that compute. Default: the cores that this process may really use.
+    context_length : int, optional
+        Most tokens of a prompt and its output together. Default: the model's, at most 8,192.
+    kv_tokens : int, optional
+        Tokens for which the KV cache has room, over all requests that run at once. A request starts when the
+        longest output it may have fits. Default: `context_length`. What this takes is `kv_cache_bytes`.
+    cache_dtype : str, default "float16"
+        Type of the KV cache's elements.
+    max_batch : int, default 16
+        Most requests that run at once.
+    token_budget : int, default 512
+        Most tokens in one step: the size of the chunks in which prompts are read.
+    kv_cache : bool, default True
+        False recomputes everything before each token: the same text, slowly. It shows what the cache is for.
+    progress : callable (what: str, done: int, total: int), optional
+        Told about what takes long: a download, packing, compilation.
+
+    Raises
+    ------
+    ModelNotFoundError, DownloadError
+        If the model cannot be had.
+    CheckpointError, UnsupportedModelError
+        If its file is broken, or is of a kind that is not implemented.
+    InvalidParameterError
+        If one of the other parameters has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "smollm2-135m",
+        *,
+        n_threads: int | None = None,
+        context_length: int | None = None,
+        kv_tokens: int | None = None,
+        cache_dtype: str = "float16",
+        max_batch: int = 16,
+        token_budget: int = 512,
+        kv_cache: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        from ropewalk.backend.cpu import CpuBackend
+        from ropewalk.checkpoint.gguf import open_gguf
+        from ropewalk.checkpoint.hub import resolve
+        from ropewalk.model.config import ModelConfig
+        from ropewalk.text.chat import ChatTemplate
+        from ropewalk.text.tokenizer import Tokenizer
+
+        with open_gguf(resolve(model, progress=progress)) as checkpoint:
+            config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+            tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
+            template = ChatTemplate.from_metadata(checkpoint.metadata)
+            backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=progress)
+        self._start(
+            backend,
+            tokenizer,
+            template,
+            context_length=context_length,
+            kv_tokens=kv_tokens,
+            cache_dtype=cache_dtype,
+            max_batch=max_batch,
+            token_budget=token_budget,
+            kv_cache=kv_cache,
+        )
+
+    @classmethod
+    def from_parts(
+        cls, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None = None, **options: Any
+    ) -> Self:
+        """Make an `LLM` of your own backend, tokenizer and chat template; `options` are those of `LLM`."""
+        llm = cls.__new__(cls)
+        llm._start(backend, tokenizer, template, **options)
+        return llm
+
+    def _start(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        context_length: int | None = None,
+        kv_tokens: int | None = None,
+        cache_dtype: str = "float16",
+        max_batch: int = 16,
+        token_budget: int = 512,
+        kv_cache: bool = True,
+    ) -> None:
+        limit = backend.config.context_length
+        if context_length is None:
+            context_length = min(limit, DEFAULT_CONTEXT)
+        elif not 2 <= context_length <= limit:
+            raise InvalidParameterError(
+                f"context_length is {context_length}; allowed: 2 ... {limit}, the model's"
+            )
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.chat_template = template
+        self.config = backend.config
+        self.context_length = context_length
+        self._cache_dtype = cache_dtype
+        self._token_budget = token_budget
+        self._engine = Engine(
+            backend,
+            context_length=context_length,
+            kv_tokens=context_length if kv_tokens is None else kv_tokens,
+            cache_dtype=cache_dtype,
+            end_ids=tokenizer.eos_ids,
+            max_batch=max_batch,
+            token_budget=token_budget,
+            keep_cache=kv_cache,
+        )
+        self._live: dict[int, _Generation] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # Generating.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt as it stands, without a chat template. All run together in batches.
+
+        Parameters
+        ----------
+        prompts : str, token ids, or a sequence of either
+            In a string, special tokens such as `<|im_start|>` are recognised, and the model's BOS token is
+            put first if the model wants one. Token ids are used as they are.
+        params : SamplingParams, or one for each prompt
+            Default: `SamplingParams()`.
+
+        Returns
+        -------
+        list of RequestOutput
+            In the order of the prompts. A request that fails while it runs has `finish_reason` "error" and
+            the exception in `error`, and a warning is given; the others are not affected.
+
+        Raises
+        ------
+        PromptError, InvalidParameterError
+            Before anything runs, if one of the prompts or parameters cannot be used.
+        """
+        return self._run([self._prepare(*pair) for pair in zip(*_paired(prompts, params), strict=True)])
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        Parameters
+        ----------
+        messages : sequence of {"role": ..., "content": ...}, or a sequence of such sequences
+        params
+            As in `generate`.
+        tools : sequence of mappings, optional
+            Descriptions of tools, handed to the template.
+
+        Raises
+        ------
+        TemplateError
+            If the model has no template, or it refuses the messages.
+        PromptError, InvalidParameterError
+            As in `generate`.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self._render(conversation, tools) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run([self._prepare(*pair) for pair in zip(*_paired(prompts, params), strict=True)])
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, None]:
+        """Continue a prompt and yield one chunk for each token as it comes; the last one has the output.
+
+        Closing the iterator ends the request and frees its pages. Prompt and parameters are checked at once,
+        the request starts with the first `next`.
+
+        Raises
+        ------
+        PromptError, InvalidParameterError
+            At once, as in `generate`.
+        GenerationError
+            From the iterator, if the request fails.
+        """
+        return self._stream(self._prepare(prompt, params or SamplingParams()))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Generator[StreamChunk, None, None]:
+        """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
+        return self._stream(self._prepare(self._render(messages, tools), params or SamplingParams()))
+
+    # Text and numbers.
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` and `stream_chat` can be used."""
+        return self.chat_template is not None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes allocated for the KV cache."""
+        return int(self._engine.cache.n_bytes)
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Return token ids as `generate` makes them of a prompt.
+
+        Parameters
+        ----------
+        add_special : bool
+            Put the model's BOS token first (and EOS last), if the model wants it.
+        parse_special : bool
+            Recognise special tokens in the text; False takes them as plain letters.
+        """
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of token ids, without special tokens unless `skip_special` is False."""
+        return self.tokenizer.decode(token_ids, skip_special=skip_special)
+
+    def logits(self, token_ids: Sequence[int]) -> Float32Array:
+        """Return the raw logits of every position: row i is the model's prediction after token i.
+
+        Parameters
+        ----------
+        token_ids : sequence of int, n of them, 1 ... context_length
+
+        Returns
+        -------
+        float32 [n, vocab_size]
+
+        Raises
+        ------
+        PromptError
+            If there are no tokens, too many, or some outside the vocabulary.
+        """
+        n, vocab_size = len(token_ids), self.config.vocab_size
+        check_prompt(token_ids, vocab_size=vocab_size, most=self.context_length)
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        table = np.arange(pages_for(n), dtype=np.int32)[None]
+        logits = np.empty((n, vocab_size), dtype=np.float32)
+        with self._lock:
+            self._check_open()
+            cache = self.backend.new_cache(pages_for(n), self._cache_dtype)
+            for start in range(0, n, self._token_budget):
+                end = min(start + self._token_budget, n)
+                batch = StepBatch(
+                    tokens=tokens[start:end],
+                    positions=np.arange(start, end, dtype=np.int32),
+                    sequences=np.zeros(end - start, dtype=np.int32),
+                    page_tables=table,
+                    logit_rows=np.arange(end - start, dtype=np.int32),
+                )
+                logits[start:end] = self.backend.forward(batch, cache)
+        return logits
+
+    # Ending.
+
+    def close(self) -> None:
+        """Release weights, KV cache and threads. Calling it again does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for generation in list(self._live.values()):
+                    self._drop(generation)
+                self._engine.cache = None
+                self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Behind the door.
+
+    def _render(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> _Rendered:
+        """Apply the chat template. The BOS token is there once, whether or not the template writes it."""
+        if self.chat_template is None:
+            raise TemplateError("the model has no chat template: use generate or stream with a plain prompt")
+        text = self.chat_template.render(messages, add_generation_prompt=True, tools=tools)
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(text, add_special=False, parse_special=True)
+        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids.insert(0, tokenizer.bos_id)
+        return _Rendered(text, ids)
+
+    def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams) -> _Prepared:
+        self._check_open()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
+        if isinstance(prompt, str):
+            prompt = _Rendered(prompt, self.encode(prompt))
+        text, ids = (prompt.text, prompt.ids) if isinstance(prompt, _Rendered) else (None, prompt)
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes):
+            raise _not_a_prompt(prompt)
+        self._engine.validate(ids, params)
+        return _Prepared(text, ids, params)
+
+    def _submit(self, prepared: _Prepared) -> _Generation:
+        with self._lock:
+            self._check_open()
+            request = self._engine.add_request(prepared.ids, prepared.params)
+            generation = _Generation(request, prepared.text, self.tokenizer)
+            self._live[request.id] = generation
+            return generation
+
+    def _run(self, prepared: Sequence[_Prepared]) -> list[RequestOutput]:
+        generations: list[_Generation] = []
+        try:
+            for item in prepared:
+                generations.append(self._submit(item))
+            for generation in generations:
+                while not generation.ended:
+                    self._step(generation)
+        finally:
+            for generation in generations:
+                self._drop(generation)
+        outputs = [generation.output for generation in generations]
+        for number, output in enumerate(outputs):
+            if output.error is not None:
+                warnings.warn(f"prompt {number} failed: {output.error}", RuntimeWarning, stacklevel=3)
+        return outputs
+
+    def _stream(self, prepared: _Prepared) -> Generator[StreamChunk, None, None]:
+        generation = self._submit(prepared)
+        try:
+            while generation.chunks or not generation.ended:
+                if generation.chunks:
+                    yield generation.chunks.popleft()
+                else:
+                    self._step(generation)
+        finally:
+            self._drop(generation)
+        if (error := generation.request.error) is not None:
+            raise error if isinstance(error, GenerationError) else GenerationError(str(error)) from error
+
+    def _step(self, generation: _Generation) -> None:
+        """Advance everything by one step, for the sake of one generation that has not ended."""
+        with self._lock:
+            if generation.chunks or generation.ended:
+                return  # another thread has done it
+            self._check_open()
+            if generation.request.finish_reason == "abort":
+                raise GenerationError(
+                    "the request was ended by an interrupted step that it shared with another"
+                )
+            for request in self._engine.step():
+                self._live[request.id].advance(self._engine)
+
+    def _drop(self, generation: _Generation) -> None:
+        with self._lock:
+            self._engine.finish(generation.request)
+            self._live.pop(generation.request.id, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GenerationError("this LLM is closed")
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A prompt of which both text and token ids are known."""
+
+    text: str
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request that was checked and can be submitted."""
+
+    text: str | None
+    ids: Sequence[int]
+    params: SamplingParams
+
+
+class _Generation:
+    """The text side of a request: decodes its tokens as they are drawn, and watches for stop strings.
+
+    `chunks` holds what was not fetched yet; `ended` is True once the last chunk is made.
+    """
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self.request = request
+        self.prompt = prompt
+        self.chunks: deque[StreamChunk] = deque()
+        self.ended = False
+        self._texts: list[str] = []
+        self._n_taken = 0
+        self._decoder = StreamDecoder(tokenizer, params.stop_strings, skip_special=params.skip_special_tokens)
+
+    def advance(self, engine: Engine) -> None:
+        """Take what the engine drew since the last call."""
+        request = self.request
+        while self._n_taken < request.n_output and not self.ended:
+            token = int(request.tokens[request.n_prompt + self._n_taken])
+            self._n_taken += 1
+            try:
+                text = self._text_of(token, engine)
+            except Exception as error:  # a fault in decoding is this request's alone
+                request.error = error
+                engine.finish(request, "error")
+                break
+            self._emit(text, token)
+        if request.finish_reason == "error" and not self.ended:
+            self._texts.append(self._decoder.finish())
+            self.ended = True
+
+    def _text_of(self, token: int, engine: Engine) -> str:
+        """Return the text to emit after a token, and end the request if it completes a stop string."""
+        request, decoder = self.request, self._decoder
+        keep_stop = request.params.include_stop_str_in_output
+        last = self._is_last
+        by_token = last and request.finish_reason == "stop"
+        text = "" if by_token and not keep_stop else decoder.push(token)
+        if decoder.stop_hit is not None:
+            engine.finish(request, "stop", decoder.stop_hit)
+            return text + decoder.stop_hit if keep_stop else text
+        return text + decoder.finish() if last else text
+
+    @property
+    def _is_last(self) -> bool:
+        return self.request.finish_reason is not None and self._n_taken == self.request.n_output
+
+    def _emit(self, text: str, token: int) -> None:
+        self._texts.append(text)
+        logprobs = self.request.logprobs
+        self.ended = self._is_last
+        self.chunks.append(
+            StreamChunk(
+                text=text,
+                token_id=token,
+                logprob=logprobs[self._n_taken - 1] if logprobs else None,
+                output=self.output if self.ended else None,
+            )
+        )
+
+    @property
+    def output(self) -> RequestOutput:
+        """The result so far."""
+        r = self.request
+        completion = CompletionOutput(
+            text="".join(self._texts),
+            token_ids=r.output,
+            finish_reason=r.finish_reason or "abort",
+            stop_reason=r.stop_reason,
+            logprobs=None if r.params.logprobs is None else r.logprobs,
+            error=r.error,
+        )
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=[int(token) for token in r.tokens[: r.n_prompt]],
+            outputs=[completion],
+            seed=r.seed,
+            timings=Timings(
+                prompt_tokens=r.n_prompt,
+                generated_tokens=r.n_output,
+                prefill_s=r.first_token_s - r.started_s,
+                decode_s=r.last_token_s - r.first_token_s,
+                time_to_first_token_s=r.first_token_s - r.arrived_s,
+            ),
+        )
+
+
+def _paired(prompts: Any, params: Any) -> tuple[list[Any], list[SamplingParams]]:
+    """Return equally long lists of prompts and parameters."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise _not_a_prompt(prompts)
+    else:
+        prompts = list(prompts)
+        if prompts and isinstance(prompts[0], int | np.integer):
+            prompts = [prompts]
+    if params is None or isinstance(params, SamplingParams):
+        return prompts, [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidParameterError(f"there are {len(params)} params for {len(prompts)} prompts")
+    return prompts, list(params)
+
+
+def _not_a_prompt(value: object) -> PromptError:
+    return PromptError(f"a prompt is {value!r}; allowed: a string or a sequence of token ids")

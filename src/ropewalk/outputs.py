@@ -1,0 +1,153 @@
+"""What a generation gives back: text, tokens, why it ended, and what it cost.
+
+Plain frozen data, made by `ropewalk.llm`; nothing here knows an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ropewalk.engine.request import FinishReason
+    from ropewalk.engine.sampler import Logprob
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What one request cost, in seconds of wall time.
+
+    Attributes
+    ----------
+    prompt_tokens, generated_tokens : int
+    prefill_s : float
+        From the first step that ran the request to its first token.
+    decode_s : float
+        From its first token to its last.
+    time_to_first_token_s : float
+        From its arrival to its first token, waiting included.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_s: float
+    decode_s: float
+    time_to_first_token_s: float
+
+    @property
+    def prefill_tps(self) -> float:
+        """Prompt tokens per second of prefill; 0 if there was none."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Tokens per second after the first one; 0 if there were no others."""
+        return (self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes
+    ----------
+    text : str
+        The generated text, without stop string and special tokens unless they were asked for.
+    token_ids : list of int
+        Every generated token, the one that ended the generation included.
+    finish_reason : "stop", "length" or "error"
+        An end token, stop token or stop string; `max_tokens` or the end of the context; or a failure, which
+        is in `error`.
+    stop_reason : int, str or None
+        The stop token or stop string; None for the model's own end tokens.
+    logprobs : list of Logprob, or None if not asked for
+        One for each token, under the raw distribution of the model.
+    error : Exception or None
+        Why the request failed; what was generated before is kept.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[Logprob] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its answer; the properties are shortcuts to `outputs[0]`.
+
+    Attributes
+    ----------
+    prompt : str or None
+        The text of the prompt (after the chat template, in a chat); None if it was token ids.
+    prompt_token_ids : list of int
+    outputs : list of CompletionOutput
+        One.
+    seed : int
+        The seed in use. With it in `SamplingParams`, the same answer comes again.
+    timings : Timings
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    timings: Timings
+
+    @property
+    def text(self) -> str:
+        """The generated text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Which stop token or stop string ended it."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> list[Logprob] | None:
+        """Log-probabilities of the generated tokens."""
+        return self.outputs[0].logprobs
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the request failed."""
+        return self.outputs[0].error
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one generated token adds.
+
+    Attributes
+    ----------
+    text : str
+        New text; empty while a character is incomplete or a stop string may be beginning. Joined texts of all
+        chunks are the text of the output.
+    token_id : int
+    logprob : Logprob or None
+    output : RequestOutput or None
+        The whole result, in the last chunk only.
+    """
+
+    text: str
+    token_id: int
+    logprob: Logprob | None = None
+    output: RequestOutput | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the generation ended; None before the last chunk."""
+        return self.output.finish_reason if self.output else None
