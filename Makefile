@@ -41,7 +41,7 @@ types: $(VENV)/ready-dev
 	$(RUN) -m mypy
 
 imports: $(VENV)/ready-dev
-	$(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-logo
 
 # Last, and never beside the tests: the commands share two cores with nobody.
 readme: $(VENV)/ready-dev test

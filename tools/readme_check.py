@@ -1,4 +1,4 @@
-"""Run what the README tells people to type, in the environment that `make` installed.
+"""Run what the README and the docs tell people to type, in the environment that `make` installed.
 
 Every block marked `sh` or `python` is run, in order, from the top of the repository. A block marked `text`
 that follows one directly is what it must print. `<!-- not run: REASON -->` on the line above a block leaves
@@ -56,26 +56,33 @@ def run(example: Example) -> str | None:
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
+        check=False,
     )
     if result.returncode:
         return f"ended with status {result.returncode}\n{result.stdout}{result.stderr}"
     if example.expected is not None and result.stdout.strip() != example.expected.strip():
-        return f"printed\n{result.stdout}\nbut the README shows\n{example.expected}"
+        return f"printed\n{result.stdout}\nbut the page shows\n{example.expected}"
     return None
 
 
+def check(page: str, example: Example) -> None:
+    """Run one block and say so, or end the program with what is wrong."""
+    start = time.monotonic()
+    fault = run(example)
+    where = f"{page}:{example.line}"
+    if fault:
+        raise SystemExit(f"{where}: the {example.kind} block {fault}")
+    checked = " and prints what it shows" if example.expected is not None else ""
+    print(f"{where}: the {example.kind} block runs{checked} ({time.monotonic() - start:.1f} s)", flush=True)
+
+
 def main() -> None:
-    found = examples((TOP / "README.md").read_text())
-    if not found:
-        raise SystemExit("README.md has no block to run")
-    for example in found:
-        start = time.monotonic()
-        fault = run(example)
-        where = f"README.md:{example.line}"
-        if fault:
-            raise SystemExit(f"{where}: the {example.kind} block {fault}")
-        checked = " and prints what it shows" if example.expected is not None else ""
-        print(f"{where}: the {example.kind} block runs{checked} ({time.monotonic() - start:.1f} s)")
+    for page in ("README.md", *sorted(f"docs/{path.name}" for path in (TOP / "docs").glob("*.md"))):
+        found = examples((TOP / page).read_text())
+        if not found and page == "README.md":
+            raise SystemExit("README.md has no block to run")
+        for example in found:
+            check(page, example)
 
 
 if __name__ == "__main__":

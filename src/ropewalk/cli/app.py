@@ -1,0 +1,51 @@
+"""The list of verbs, and the options that stand before a verb."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ropewalk import __version__
+from ropewalk.cli import chat, doctor, inspect_, list_, pull, rm, run
+
+HELP = """Text from language models, in pure Python.
+
+MODEL is a path to a .gguf file, a name from the catalog (smollm2-135m is the default), or
+hf.co/owner/repo[:file].
+"""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ropewalk {__version__}")
+        raise typer.Exit
+
+
+def _before_verbs(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def build() -> typer.Typer:
+    """The whole command line as a Typer application."""
+    app = typer.Typer(
+        name="ropewalk",
+        help=HELP,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_before_verbs)
+    app.command("run")(run.run)
+    app.command("chat")(chat.chat)
+    app.command("pull")(pull.pull)
+    app.command("list")(list_.list_models)
+    app.command("rm")(rm.remove)
+    app.command("inspect")(inspect_.inspect)
+    app.command("doctor")(doctor.doctor)
+    return app
