@@ -23,7 +23,7 @@ from types import MappingProxyType, TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.checkpoint.cursor import StringArray
+from ropewalk.checkpoint.cursor import StringArray, show
 from ropewalk.checkpoint.header import Header, TensorInfo, read_header
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import CheckpointError, ModelNotFoundError
@@ -60,7 +60,7 @@ class GGUF:
             for name, info in file.header.tensors.items():
                 if name in tensors:
                     raise CheckpointError(
-                        f"{file.path}: the tensor {name!r} is also in another part of the model"
+                        f"{file.path}: the tensor {show(name)} is also in another part of the model"
                     )
                 tensors[name] = info
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
@@ -156,7 +156,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUF:
             _check_split(files)
         opened = GGUF(files)
         undo.pop_all()
-    if file not in files:
+    if count > 1:
         file.data.close()
     return opened
 
@@ -203,7 +203,7 @@ def _split_number(file: _File, key: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(f"{file.path}: {key} is {value!r}; allowed: whole numbers from 0")
+        raise CheckpointError(f"{file.path}: {key} is {show(value)}; allowed: whole numbers from 0")
     return value
 
 
