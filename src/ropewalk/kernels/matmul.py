@@ -1,0 +1,225 @@
+"""Matrix products: packed weights times quantized activations, one lane per output row.
+
+The definition, for row n and token m, with groups g of 32 columns in ascending order and one float32
+accumulator for each (n, m); x_q, s, t are what `pointwise.quantize` made of the activations:
+
+    acc = fma(d[n,g] * s[m,g], float(sum_k (q[n,g,k] - zero) * x_q[m,g,k]), acc)       the integer sum is exact
+    acc = fma(minimum[n,g], t[m,g], acc)                                               affine formats, t = s * sum x_q
+
+Formats with two scales a group sum `s0 * (columns 0-15) + s1 * (columns 16-31)` first; products and sum stay below
+2^24 for 8-bit activations, so that float32 is exact there too. Nothing depends on vector width, tile, batch or thread.
+
+Activations are 8-bit integers, or 16-bit ones (`fine`) before the products that the logits feel most: those that
+make queries, keys and values, and the output matrix. A 16-bit x_q is two signed bytes, 256 * high + low, and costs
+a second pass of integer products over weights that are in registers already. On 512 positions of ordinary text this
+takes the mean KL divergence of SmolLM2-135M from 2.8e-3 (all 8-bit, as in llama.cpp) to 1.3e-3.
+
+Activations of up to 16 tokens lie in a tile. For each group: x_q int8 [TILE, 32] (fine: high bytes, then low
+bytes), s float32 [TILE], t float32 [TILE], and minus the sums of x_q over columns 0-15 and 16-31, int32 [TILE]
+each: 48 bytes a token and group (fine: 80). For float formats a tile is float32 [groups, TILE, 32].
+"""
+
+from functools import cache
+
+from numba import types
+from numba.extending import intrinsic
+
+from ropewalk.kernels import formats as F
+from ropewalk.kernels.cpu import choose_rung
+from ropewalk.kernels.dot import emit_dot4
+from ropewalk.kernels.jit import worker
+from ropewalk.kernels.simd import (
+    F32,
+    I32,
+    I64,
+    bytes64,
+    emit_fma,
+    emit_half_to_float,
+    emit_load,
+    emit_splat,
+    floats,
+    halfs,
+    ints,
+    prefetch,
+    store_tile,
+    tile_of,
+    zero_tile,
+)
+from ropewalk.kernels.unpack import read_scales, unpack
+
+TILES = (1, 2, 4, 8, 16)
+TOKEN_GROUP_BYTES = 48
+FINE_TOKEN_GROUP_BYTES = 80
+PREFETCH_BYTES = 4096  # how far ahead a weight stream is asked for
+
+
+def max_tile() -> int:
+    """Tokens of the largest tile whose accumulators fit the registers of this rung."""
+    return 16 if choose_rung().name == "vnni" else 4
+
+
+def tile_for(n_tokens: int) -> int:
+    """The tile that `n_tokens` tokens (at most `max_tile()`) go through."""
+    return next(t for t in TILES if t >= n_tokens)
+
+
+@intrinsic(prefer_literal=True)
+def accumulate(typing_context, kind, tile, fine, acc, quants, scales, x):
+    """One group of 16 rows x TILE tokens: the two lines of the definition. `x` is the address of the group's tile."""
+    packed = F.FORMAT_OF_KIND[kind.literal_value]
+    count = tile.literal_value
+    planes = 2 if fine.literal_value else 1
+    rung = choose_rung().name
+
+    def emit(context, builder, sig, args):
+        acc, quants, scales, x = args[3:]
+        w = [builder.extract_value(quants, j) for j in range(8)]
+        d, m, s0, s1 = (builder.extract_value(scales, i) for i in range(4))
+        if packed.kind == F.Q2_K:
+            s0, m0 = _emit_split_nibbles(builder, s0)
+            s1, m1 = _emit_split_nibbles(builder, s1)
+
+        def at(token, field):  # a token's 4-byte value: field 0 is s, 1 is t, 2 and 3 are the sums
+            return builder.add(x, I64(count * (32 * planes + 4 * field) + 4 * token))
+
+        for token in range(count):
+            halves = [
+                _emit_half_dot(
+                    builder,
+                    rung,
+                    packed,
+                    w[4 * h : 4 * h + 4],
+                    [builder.add(x, I64(32 * (count * plane + token) + 16 * h)) for plane in range(planes)],
+                    at(token, 2 + h),
+                )
+                for h in (0, 1)
+            ]
+            scale = emit_splat(builder, floats, emit_load(builder, F32, at(token, 0), 4))
+            if packed.halves:
+                low, high = (builder.sitofp(half, floats.ir) for half in halves)
+                total = emit_fma(builder, high, s1, builder.fmul(low, s0))
+            else:
+                total = builder.sitofp(builder.add(*halves), floats.ir)
+            a = emit_fma(builder, builder.fmul(d, scale), total, builder.extract_value(acc, token))
+            if packed.affine and packed.halves:
+                sums = [
+                    emit_splat(builder, floats, builder.sitofp(emit_load(builder, I32, at(token, 2 + h), 4), F32))
+                    for h in (0, 1)
+                ]
+                total = emit_fma(builder, sums[1], m1, builder.fmul(sums[0], m0))  # minus the sum, hence fneg
+                a = emit_fma(builder, builder.fmul(m, scale), builder.fneg(total), a)
+            elif packed.affine:
+                t = emit_splat(builder, floats, emit_load(builder, F32, at(token, 1), 4))
+                a = emit_fma(builder, m, t, a)
+            acc = builder.insert_value(acc, a, token)
+        return acc
+
+    result = tile_of(floats, count)
+    return result(kind, tile, fine, acc, quants, scales, types.int64), emit
+
+
+def _emit_half_dot(builder, rung, packed, w, planes, negative_sum):
+    """Exact sum over 16 columns of (q - zero) * x_q, as ints; `planes` are the addresses of x_q's bytes, high first."""
+    start = ints.constant(0)
+    if packed.zero:
+        minus_sum = emit_splat(builder, ints, emit_load(builder, I32, negative_sum, 4))
+        start = builder.mul(minus_sum, ints.constant(packed.zero))
+    total = None
+    for plane in planes:
+        last = plane is planes[-1]
+        acc = start if last else ints.constant(0)
+        if total is not None:
+            acc = builder.add(acc, builder.shl(total, ints.constant(8)))
+        for j in range(4):
+            four = emit_splat(builder, ints, emit_load(builder, I32, builder.add(plane, I64(4 * j)), 4))
+            acc = emit_dot4(builder, rung, acc, w[j], builder.bitcast(four, bytes64.ir), packed.wide)
+        total = acc
+    return total
+
+
+def _emit_split_nibbles(builder, value):
+    """Floats that hold a byte: its low and its high nibble, as floats."""
+    whole = builder.fptosi(value, ints.ir)
+    low, high = builder.and_(whole, ints.constant(15)), builder.lshr(whole, ints.constant(4))
+    return builder.sitofp(low, floats.ir), builder.sitofp(high, floats.ir)
+
+
+_SIGNATURE = types.void(*[types.int64] * 9)
+
+
+@cache
+def matmul_worker(kind: int, tile: int, fine: int) -> int:
+    """Address of the compiled worker for a format, a tile size, and 16-bit (`fine` = 1) or 8-bit activations.
+
+    The worker's arguments, all int64: address of the first panel, number of panels, bytes of a panel, groups of
+    a row, address of the tile of activations, address of the output (float32, the first panel's first row of the
+    tile's first token), bytes between tokens there, tokens that are wanted, and whether to add to the output.
+    """
+    if kind in F.FLOAT_KINDS:
+        return _float_worker(kind, tile)
+    packed = F.FORMAT_OF_KIND[kind]
+    quant_bytes = packed.quant_bytes
+    prefetch_lines = -(-(quant_bytes + packed.group_bytes) // 64)
+    group_bytes = (FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES) * tile
+
+    @worker(_SIGNATURE)
+    def matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
+        for p in range(n_panels):
+            quants = panels + p * panel_bytes
+            scales = quants + n_groups * quant_bytes
+            acc = zero_tile(tile)
+            for g in range(n_groups):
+                at = quants + g * quant_bytes
+                for line in range(prefetch_lines):
+                    prefetch(at + PREFETCH_BYTES + 64 * line)
+                w, s = unpack(kind, at), read_scales(kind, scales, g)
+                acc = accumulate(kind, tile, fine, acc, w, s, x + g * group_bytes)
+            store_tile(acc, y + p * 64, y_stride, n_tokens, add)
+
+    return matmul
+
+
+@intrinsic(prefer_literal=True)
+def accumulate_float(typing_context, kind, tile, acc, w, x):
+    """One column of 16 float weights for TILE tokens: acc = fma(w, x, acc)."""
+    count = tile.literal_value
+    number = kind.literal_value
+
+    def emit(context, builder, sig, args):
+        acc, w, x = args[2:]
+        if number == F.F32:
+            weight = emit_load(builder, floats.ir, w)
+        elif number == F.F16:
+            weight = emit_half_to_float(builder, emit_load(builder, halfs.ir, w))
+        else:
+            wide = builder.zext(emit_load(builder, halfs.ir, w), ints.ir)
+            weight = builder.bitcast(builder.shl(wide, ints.constant(16)), floats.ir)
+        for token in range(count):
+            value = emit_load(builder, F32, builder.add(x, I64(4 * F.GROUP * token)), 4)
+            previous = builder.extract_value(acc, token)
+            acc = builder.insert_value(acc, emit_fma(builder, weight, emit_splat(builder, floats, value), previous), token)
+        return acc
+
+    result = tile_of(floats, count)
+    return result(kind, tile, acc, types.int64, types.int64), emit
+
+
+def _float_worker(kind: int, tile: int) -> int:
+    column_bytes = F.FORMAT_OF_KIND[kind].quant_bytes // F.GROUP
+    group = F.GROUP
+
+    @worker(_SIGNATURE)
+    def matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
+        for p in range(n_panels):
+            acc = zero_tile(tile)
+            w = panels + p * panel_bytes
+            for g in range(n_groups):
+                for k in range(group):
+                    prefetch(w + PREFETCH_BYTES)
+                    acc = accumulate_float(kind, tile, acc, w, x + (g * tile * group + k) * 4)
+                    w += column_bytes
+            store_tile(acc, y + p * 64, y_stride, n_tokens, add)
+
+    return matmul
+
+
