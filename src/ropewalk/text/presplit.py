@@ -1,0 +1,100 @@
+"""How byte-level BPE files cut a text into words before any merge, as data.
+
+A GGUF file names its rule in `tokenizer.ggml.pre`. A rule is a list of regular expressions, applied one
+after the other: each cuts every piece left by the one before into its matches and the gaps between them.
+Merges never cross a cut, so a wrong rule gives wrong ids without any other sign; a name that is not here is
+refused.
+
+The patterns are those of the models' own tokenizers, in the form in which llama.cpp applies them:
+apostrophe endings are matched in ASCII letters of both cases only, so that U+017F (long s) does not count
+as an s. This module knows nothing of vocabularies.
+"""
+
+from dataclasses import dataclass
+
+from ropewalk.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class PreSplit:
+    """One rule.
+
+    Attributes
+    ----------
+    patterns : regular expressions in Oniguruma's syntax, applied in order.
+    ignore_merges : a word that is itself a token is taken whole, even where merges would not build it.
+    add_bos : whether files that use the rule start a text with the BOS token unless they say otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_ENDINGS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _gpt4(digits: str) -> str:
+    """The rule of GPT-4 and its many descendants, which differ in how many digits make a word."""
+    return rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+
+
+# Letters by case: "upper" is any letter but a-z, "lower" any letter but A-Z.
+_UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+
+
+def _cased(endings: str, digits: str) -> str:
+    """The rule of GPT-4o and of Mistral's Tekken, which also cuts where the case of letters changes."""
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{lead}{_UPPER}*{_LOWER}+{endings}|{lead}{_UPPER}+{_LOWER}*{endings}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_DEFAULT = PreSplit((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_FALCON = PreSplit((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]"))
+_WORDS = PreSplit((_GPT2,))
+_DIGIT_WORDS = PreSplit((r"\p{N}", _GPT2))
+_LLAMA3 = PreSplit((_gpt4(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_TRIPLES = PreSplit((_gpt4(r"\p{N}{1,3}"),))
+_QWEN2 = PreSplit((_gpt4(r"\p{N}"),))
+_TEKKEN = PreSplit((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)
+_GPT4O = PreSplit((_cased(f"(?:{_ENDINGS})?", r"\p{N}{1,3}"),))
+_DEEPSEEK_CODER = PreSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-\x{D7FF}]+", r"\p{N}"))
+_DEEPSEEK_V3 = PreSplit(
+    (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    )
+)
+
+RULES: dict[str, PreSplit] = {
+    "default": _DEFAULT,
+    "falcon": _FALCON,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "modern-bert"), _WORDS),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGIT_WORDS
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _TRIPLES),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "grok-2"), _QWEN2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
+}
+
+
+def pre_split(name: str) -> PreSplit:
+    """Return the rule of a `tokenizer.ggml.pre` name; raises UnsupportedModelError for an unknown one."""
+    try:
+        return RULES[name]
+    except KeyError:
+        known = ", ".join(sorted(RULES))
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre is {name!r}: no such pre-split rule is known; known are {known}"
+        ) from None
