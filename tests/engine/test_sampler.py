@@ -37,7 +37,7 @@ def log(*probabilities):
 
 def nucleus(probabilities, mass):
     p = np.array(probabilities)
-    return np.flatnonzero(smallest_set(1 - p, p, mass)).tolist()
+    return np.flatnonzero(smallest_set(p, p, mass)).tolist()
 
 
 class TestTopP:
@@ -105,6 +105,14 @@ class TestOrder:
             [-0.1429, -2.1429, -4.1429], abs=1e-4
         )
 
+    def test_steps_do_not_change_what_they_gave_before(self):
+        found = dict(
+            steps(row(2, 1, 0), SamplingParams(logit_bias={2: 5.0}, presence_penalty=1.0), context([], [2]))
+        )
+        assert found["raw"].logits.tolist() == [2, 1, 0]
+        assert found["logit_bias"].logits.tolist() == [2, 1, 5]
+        assert found["frequency_presence_penalty"].logits.tolist() == [2, 1, 4]
+
     def test_steps_leave_the_logits_alone_and_end_with_what_is_chosen(self):
         logits = row(1, 2, 3)
         params = SamplingParams(temperature=0, logit_bias={0: 9.0})
@@ -153,7 +161,7 @@ class TestSmallestSet:
             float
         )
         mass = data.draw(st.integers(0, 256)) / 256
-        order = np.argsort(key, kind="stable")
+        order = np.argsort(-key, kind="stable")
         count = np.searchsorted(np.cumsum(weights[order]), mass * weights.sum()) + 1
         assert np.flatnonzero(smallest_set(key, weights, mass)).tolist() == sorted(order[:count].tolist())
 
@@ -261,22 +269,22 @@ def test_a4_the_most_likely_always_survives_and_a_survivor_is_drawn(
 
 class TestDraw:
     @pytest.mark.parametrize(
-        ("number", "token"), [(0.0, 3), (0.2499, 3), (0.25, 5), (0.7499, 5), (0.75, 8), (1 - 2**-53, 8)]
+        ("number", "token"), [(0.0, 3), (0.2499, 3), (0.2501, 5), (0.7499, 5), (0.7501, 8), (1 - 2**-53, 8)]
     )
     def test_looks_the_number_up_in_ascending_order_of_ids(self, number, token):
-        candidates = Candidates(np.array([3, 5, 8]), np.log(np.array([0.5, 1.0, 0.5])))
+        candidates = Candidates(np.array([3, 5, 8]), log(0.5, 1.0, 0.5), 0.0, 1.0)
         assert sampler.draw(candidates, number) == token
 
     def test_no_number_reaches_a_token_of_probability_zero(self):
-        scores = np.array([-1000.0, 0.0, -1000.0, -0.5, -1000.0])
+        candidates = scaled(row(-1000, 0, -1000, -0.5, -1000), 1.0)
         for number in (0.0, 0.3, 0.62, 0.63, 1 - 2**-53):
-            assert sampler.draw(Candidates(np.arange(5), scores), number) in (1, 3)
+            assert sampler.draw(candidates, number) in (1, 3)
 
     def test_blocks_do_not_show(self):
-        scores = scaled(np.random.default_rng(0).standard_normal(3000).astype(np.float32), 1.0)
-        reached = np.cumsum(scores.probabilities)
+        candidates = scaled(np.random.default_rng(0).standard_normal(3000).astype(np.float32), 1.0)
+        reached = np.cumsum(candidates.probabilities)
         for number in np.linspace(0.0003, 0.9997, 777):
-            assert sampler.draw(scores, number) == np.searchsorted(reached, number, side="right")
+            assert sampler.draw(candidates, number) == np.searchsorted(reached, number, side="right")
 
     def test_draws_follow_the_distribution(self):
         p = np.array([0.1, 0.2, 0.3, 0.4])

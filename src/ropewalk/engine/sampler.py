@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ Indices = NDArray[np.int64]
 _GROUP = 64  # scores whose maximum stands for them in the search for the k-th largest
 _BLOCK = 512  # candidates that are summed together before a draw
 _SORTABLE = 2048  # elements that are sorted rather than split again
-_FIRST_PIVOT = 8.0  # the border of a nucleus is usually among tokens above e**-8 of the likeliest
+_FIRST_PIVOT = 8.0  # below the largest logit: the border of a nucleus is usually above this
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +67,34 @@ class Candidates:
     ----------
     ids : int64 [c]
         Token ids, ascending.
-    scores : float64 [c]
-        Logits divided by the temperature, shifted so that the largest of all is 0.
+    logits : float32 [c]
+        Their logits, finite.
+    largest : float
+        The largest logit of all.
+    temperature : float
     """
 
     ids: Indices
-    scores: Numbers
+    logits: Logits
+    largest: float
+    temperature: float
+
+    @property
+    def scores(self) -> Numbers:
+        """Logits below the largest one, divided by the temperature, float64 [c]; at most 0.
+
+        Subtracting first, and in float64, lets a tiny temperature overflow to probability 0, never to NaN.
+        """
+        scores = np.subtract(self.logits, self.largest, dtype=np.float64)
+        with np.errstate(over="ignore"):
+            scores /= self.temperature
+        return scores
 
     @cached_property
     def weights(self) -> Numbers:
         """Probabilities up to a common factor, float64 [c]; the largest is 1."""
-        weights: Numbers = np.exp(self.scores)
-        return weights
+        scores = self.scores
+        return np.exp(scores, out=scores)
 
     @property
     def probabilities(self) -> Numbers:
@@ -86,7 +103,7 @@ class Candidates:
 
     def keep(self, which: NDArray[np.bool_] | Indices) -> Candidates:
         """Those at `which`: a mask, or ascending indices."""
-        return Candidates(self.ids[which], self.scores[which])
+        return replace(self, ids=self.ids[which], logits=self.logits[which])
 
 
 @dataclass(frozen=True)
@@ -142,12 +159,13 @@ def steps(logits: Logits, params: SamplingParams, context: Context) -> Iterator[
     "greedy", the argmax alone.
     """
     yield "raw", scaled(logits, 1.0)
-    logits = logits.copy()
     for name, edit in edits(params, context):
+        logits = logits.copy()
         edit(logits)
         yield name, scaled(logits, 1.0)
     if params.greedy:
-        yield "greedy", Candidates(np.array([argmax(logits)]), np.zeros(1))
+        candidates = scaled(logits, 1.0)
+        yield "greedy", candidates.keep(candidates.ids == argmax(logits))
         return
     candidates = scaled(logits, params.temperature)
     if params.temperature != 1.0:
@@ -212,23 +230,19 @@ def mask_ends(logits: Logits, context: Context) -> None:
 
 
 def scaled(logits: Logits, temperature: float) -> Candidates:
-    """Divide logits by the temperature; masked tokens (minus infinity) are dropped.
+    """Return all tokens at a temperature; masked ones (minus infinity) are dropped.
 
-    The maximum is subtracted first and in float64, so that a tiny temperature overflows to probability 0,
-    never to NaN. Logits of plus infinity share all probability.
+    Logits of plus infinity share all probability.
     """
     logits = without_nan(logits)
-    largest = logits.max()
+    largest = float(logits.max())
     if largest == np.inf:
         ids = np.flatnonzero(logits == np.inf)
-        return Candidates(ids, np.zeros(len(ids)))
+        return Candidates(ids, np.zeros(len(ids), dtype=np.float32), 0.0, temperature)
     if largest == -np.inf:
         raise GenerationError("no token can be drawn: every logit is NaN, minus infinity or masked")
-    scores = np.subtract(logits, largest, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        scores /= temperature
-    everything = Candidates(_first_ids(len(scores)), scores)
-    return everything if scores.min() > -np.inf else everything.keep(scores > -np.inf)
+    everything = Candidates(_first_ids(len(logits)), logits, largest, temperature)
+    return everything if logits.min() > -np.inf else everything.keep(logits > -np.inf)
 
 
 @lru_cache(maxsize=8)
@@ -254,27 +268,27 @@ def truncations(params: SamplingParams) -> list[tuple[str, Callable[[Candidates]
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
     """Keep exactly the k most likely (all, if there are fewer); of those tied at the cut, the lowest ids."""
-    scores = candidates.scores
-    if k >= len(scores):
+    logits = candidates.logits
+    if k >= len(logits):
         return candidates
-    high = np.flatnonzero(scores >= _bound_of_kth(scores, k))
-    cut = np.partition(scores[high], len(high) - k)[len(high) - k]
-    above, tied = high[scores[high] > cut], high[scores[high] == cut]
+    high = np.flatnonzero(logits >= _bound_of_kth(logits, k))
+    cut = np.partition(logits[high], len(high) - k)[len(high) - k]
+    above, tied = high[logits[high] > cut], high[logits[high] == cut]
     return candidates.keep(np.sort(np.concatenate([above, tied[: k - len(above)]])))
 
 
-def _bound_of_kth(scores: Numbers, k: int) -> float:
-    """Return a number that the k-th largest score is not below: the k-th largest of many groups' maxima."""
-    n_groups = len(scores) // _GROUP
+def _bound_of_kth(logits: Logits, k: int) -> float:
+    """Return a number that the k-th largest logit is not below: the k-th largest of many groups' maxima."""
+    n_groups = len(logits) // _GROUP
     if n_groups < k:
-        return float(scores.min())
-    maxima = scores[: n_groups * _GROUP].reshape(_GROUP, n_groups).max(axis=0)
+        return float(logits.min())
+    maxima = logits[: n_groups * _GROUP].reshape(_GROUP, n_groups).max(axis=0)
     return float(np.partition(maxima, n_groups - k)[n_groups - k])
 
 
 def top_p(candidates: Candidates, mass: float) -> Candidates:
     """Keep the smallest set of most likely tokens whose probability reaches `mass` (Holtzman et al. 2020)."""
-    return candidates.keep(smallest_set(-candidates.scores, candidates.weights, mass))
+    return candidates.keep(smallest_set(candidates.logits, candidates.weights, mass))
 
 
 def min_p(candidates: Candidates, ratio: float) -> Candidates:
@@ -288,24 +302,24 @@ def typical_p(candidates: Candidates, mass: float) -> Candidates:
     Locally typical sampling (Meister et al. 2023), which may drop the most likely token; here it stays.
     Surprise minus entropy is the mean score minus the score.
     """
-    scores, weights = candidates.scores, candidates.weights
-    mean = np.sum(weights * scores) / weights.sum()
-    keep = smallest_set(np.abs(scores - mean), weights, mass)
-    keep[np.argmax(scores)] = True
+    distance = candidates.scores
+    distance -= np.sum(candidates.probabilities * distance)
+    keep = smallest_set(-np.abs(distance), candidates.weights, mass)
+    keep[np.argmax(candidates.logits)] = True
     return candidates.keep(keep)
 
 
-def smallest_set(key: Numbers, weights: Numbers, mass: float) -> NDArray[np.bool_]:
-    """Find the shortest prefix, in ascending order of `key`, whose share of the weights reaches `mass`.
+def smallest_set(key: NDArray[Any], weights: Numbers, mass: float) -> NDArray[np.bool_]:
+    """Find the shortest prefix, in descending order of `key`, whose share of the weights reaches `mass`.
 
     Ties in `key` go to the lowest index; the prefix has at least one element. Nothing large is sorted:
-    what lies below a pivot is a prefix of the sorted order, so comparing its mass with what is missing
-    tells on which side of the pivot the border lies, until the side is small.
+    what lies above a pivot is a prefix of the sorted order, so comparing its mass with what is missing
+    tells on which side of the pivot the border lies, until that side is small.
 
     Parameters
     ----------
-    key : float64 [c]
-        What to sort by, at least 0.
+    key : float32 or float64 [c]
+        What to sort by.
     weights : float64 [c]
         Probabilities up to a common factor.
     mass : float in 0 ... 1
@@ -318,22 +332,22 @@ def smallest_set(key: Numbers, weights: Numbers, mass: float) -> NDArray[np.bool
     """
     missing = mass * weights.sum()
     keep = np.zeros(len(key), dtype=np.bool_)
-    side, keys, pivot = _first_ids(len(key)), key, _FIRST_PIVOT
+    side, keys, pivot = _first_ids(len(key)), key, key.max() - _FIRST_PIVOT
     while len(side) > _SORTABLE:
-        low = keys <= max(pivot, keys.min())
-        if low.all():
-            low = keys < keys.max()
-            if not low.any():
+        high = keys >= min(pivot, keys.max())
+        if high.all():
+            high = keys > keys.min()
+            if not high.any():
                 break  # all are equal
-        below = side[low]
-        below_mass = weights[below].sum()
-        if below_mass < missing:
-            keep[below] = True
-            missing -= below_mass
-            low = ~low
-        side, keys = side[low], keys[low]
-        pivot = float(np.median(keys[:: max(1, len(keys) // 255)]))
-    order = side[np.argsort(keys, kind="stable")]
+        above = side[high]
+        above_mass = weights[above].sum()
+        if above_mass < missing:
+            keep[above] = True
+            missing -= above_mass
+            high = ~high
+        side, keys = side[high], keys[high]
+        pivot = np.median(keys[:: max(1, len(keys) // 255)])
+    order = side[np.argsort(-keys, kind="stable")]
     reached = np.cumsum(weights[order])
     keep[order[: int(np.searchsorted(reached, missing)) + 1]] = True
     return keep
@@ -393,12 +407,13 @@ def logprob(logits: Logits, token: int, n_top: int) -> Logprob:
     """
     raw = scaled(logits, 1.0)
     log_total = np.log(raw.weights.sum())
-    score = raw.scores[np.searchsorted(raw.ids, token)]
+    chosen = raw.keep(raw.ids == token)
     best = top_k(raw, n_top) if n_top else raw.keep(raw.ids[:0])
-    order = np.argsort(-best.scores, kind="stable")
+    order = np.argsort(-best.logits, kind="stable")
+    log_p = best.scores - log_total
     return Logprob(
         token_id=token,
-        logprob=float(score - log_total),
-        rank=1 + int(np.count_nonzero(raw.scores > score)),
-        top=tuple((int(best.ids[i]), float(best.scores[i] - log_total)) for i in order),
+        logprob=float(chosen.scores[0] - log_total),
+        rank=1 + int(np.count_nonzero(raw.logits > chosen.logits[0])),
+        top=tuple((int(best.ids[i]), float(log_p[i])) for i in order),
     )
