@@ -63,7 +63,7 @@ def lines() -> Iterator[str]:
         return
     from prompt_toolkit import PromptSession
 
-    session: PromptSession[str] = PromptSession()
+    session: PromptSession[str] = PromptSession(reserve_space_for_menu=0)
     while True:
         try:
             yield session.prompt("> ")

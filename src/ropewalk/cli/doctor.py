@@ -71,6 +71,7 @@ def examine(threads: int | None) -> dict[str, Any]:
 def show(facts: dict[str, Any]) -> None:
     """`facts` of `examine` for people."""
     cpu, kernels, threads, folders = facts["cpu"], facts["kernels"], facts["threads"], facts["folders"]
+    bandwidth = facts["read_bandwidth_bytes_per_s"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items()]
     lines = {
         "versions": ", ".join(versions),
@@ -81,7 +82,7 @@ def show(facts: dict[str, Any]) -> None:
         "threads": f"{threads['used']}",
         "cache": folders["cache"],
         "compiled kernels": folders["kernels"],
-        "read bandwidth": f"{facts['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s with {threads['used']} threads",
+        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s with {threads['used']} threads",
     }
     say(fields({name: one_line(value) for name, value in lines.items()}))
 
