@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+TEXT = HERE.parent / "tests" / "data" / "alice.txt"
 SETTLE_S = 0.3  # lets the threads of the engine that just worked go to sleep
 
 
@@ -187,10 +188,12 @@ def main() -> None:
     path = resolve(options.model)
     n_threads = options.threads or available_threads()
     n_ctx = -(-(options.prefill + options.decode + 1) // 256) * 256
-    prompt = [1000 + (i * 7919) % 20000 for i in range(options.prefill)]
 
     own = Worker(sys.executable, "worker_ropewalk.py", path, n_threads, n_ctx)
     peer = Worker(options.peer_python, "worker_llama_cpp.py", path, n_threads, n_ctx)
+    prompt = own.ask(encode=TEXT.read_text())["ids"][: options.prefill]
+    if len(prompt) < options.prefill:
+        raise SystemExit(f"--prefill: {TEXT.name} has only {len(prompt)} tokens")
     measured = run_rounds(own, peer, prompt, options.decode, options.repeats)
     own.close()
     peer.close()

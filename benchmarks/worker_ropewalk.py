@@ -37,6 +37,8 @@ def main() -> None:
             request = json.loads(line)
             if "bandwidth" in request:
                 answer({"bytes_per_s": measure_read_bandwidth(n_threads)})
+            elif "encode" in request:
+                answer({"ids": llm.encode(request["encode"])})
             else:
                 answer(generate(llm, request["prompt"], request["n_steps"]))
 

@@ -4,6 +4,11 @@
 set -eu
 folder=$1
 
+# One whose installation was finished is kept; pip brings it up to date.
+if [ -e "$folder/ready" ] && "$folder/bin/python" -c 'import pip' >/dev/null 2>&1; then
+    exit 0
+fi
+
 usable() {  # a shim or a Debian Python without its venv package exists but cannot be used, so try it
     "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2])' >/dev/null 2>&1
 }
