@@ -1,0 +1,227 @@
+"""The CPU backend: weights packed once into one arena, tables of addresses, and steps run by a team of threads.
+
+Knows how pages and weights are laid out (`kernels.formats`, `kernels.attention`); knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch
+from ropewalk.backend.weights import PackedWeights, pack_model
+from ropewalk.checkpoint.gguf import GGUF
+from ropewalk.checkpoint.quants import dequantize
+from ropewalk.errors import InvalidParameterError, UnsupportedModelError
+from ropewalk.kernels.attention import MAX_GROUP, attention_worker, scratch_bytes
+from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
+from ropewalk.kernels.pointwise import GELU_TANH, SILU
+from ropewalk.kernels.tables import Job, Layer
+from ropewalk.kernels.team import Team, available_threads
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.rope import cos_sin, inverse_frequencies
+
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+CACHE_DTYPES = ("float16",)
+MAX_TOKENS = 512  # of one pass through the layers; a longer step is run as several
+Progress = Callable[[str, float], None]
+
+
+class CpuCache:
+    """Keys and values, float16: [layer, page, keys then values, KV head, 16 tokens x head_dim]."""
+
+    def __init__(self, config: ModelConfig, n_pages: int, dtype: str) -> None:
+        if dtype not in CACHE_DTYPES:
+            raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
+        self.n_pages = n_pages
+        self.layer_page_bytes = 2 * config.n_kv_heads * config.head_dim * PAGE_SIZE * 2
+        self.bytes_per_page = config.n_layers * self.layer_page_bytes
+        self.data = np.zeros(n_pages * self.bytes_per_page, np.uint8)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes allocated for all pages."""
+        return self.data.nbytes
+
+
+class CpuBackend:
+    """One model on this machine's CPU.
+
+    Parameters
+    ----------
+    checkpoint : GGUF
+        Stays open: rows of the embedding are read from its map.
+    config : ModelConfig
+        Read from that checkpoint.
+    n_threads : int, optional
+        Default: `available_threads()`.
+    progress : callable, optional
+        Called with what is being done and the share that is done, 0 to 1.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A width that the kernels cannot cut into groups, or a tensor type that they do not multiply.
+    InvalidParameterError
+        `n_threads` is below 1.
+    """
+
+    def __init__(
+        self, checkpoint: GGUF, config: ModelConfig, n_threads: int | None = None, progress: Progress | None = None
+    ) -> None:
+        if n_threads is not None and n_threads < 1:
+            raise InvalidParameterError(f"n_threads is {n_threads}; it must be at least 1")
+        _check_widths(config)
+        self.config = config
+        self.n_threads = n_threads or available_threads()
+        self._checkpoint = checkpoint
+        self._embedding = checkpoint.raw("token_embd.weight")
+        self._embedding_format = checkpoint.tensors["token_embd.weight"].format
+        self.weights: PackedWeights = pack_model(checkpoint, config, self.n_threads, progress)
+        self._frequencies = [
+            inverse_frequencies(r, checkpoint.tensor("rope_freqs.weight") if r.freq_factors else None)
+            for r in config.rope
+        ]
+        self._angles: list[tuple[Float32Array, Float32Array]] = []
+        self._constants = np.array(
+            [config.norm_eps, config.attention_scale, config.attention_softcap, config.logit_softcap], np.float32
+        )
+        self._job = np.zeros(len(Job), np.int64)
+        self._buffers: dict[Job, NDArray[Any]] = {}
+        self._capacity = 0
+        self._logits = np.zeros((0, 0), np.float32)
+        self._lock = threading.Lock()
+        self._fill_constant_fields()
+        self._grow(1)
+        self._grow_angles(1024)
+        self._team = Team(self.n_threads, self._job, self.weights.layers, self.weights.matrices)
+        checkpoint.release()
+
+    def new_cache(self, n_pages: int, dtype: str = "float16") -> CpuCache:
+        """Allocate a KV cache of `n_pages` pages of 16 tokens."""
+        return CpuCache(self.config, n_pages, dtype)
+
+    def forward(self, batch: StepBatch, cache: CpuCache) -> Float32Array:
+        """Run one step; logits float32 [m, vocab] of `batch.logit_rows`, valid until the next call."""
+        with self._lock:
+            n, m = len(batch.tokens), len(batch.logit_rows)
+            stride = -(-self.config.vocab_size // 16) * 16
+            if m > len(self._logits):
+                self._logits = np.zeros((m, stride), np.float32)
+            done = 0
+            for start in range(0, n, MAX_TOKENS):
+                stop = min(start + MAX_TOKENS, n)
+                rows = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < stop)] - np.int32(start)
+                self._run(batch, cache, slice(start, stop), rows, self._logits[done : done + len(rows)])
+                done += len(rows)
+            return self._logits[:m, : self.config.vocab_size]
+
+    def close(self) -> None:
+        """End the threads and let go of the weights."""
+        self._team.close()
+
+    def _run(
+        self, batch: StepBatch, cache: CpuCache, part: slice, rows: NDArray[np.int32], logits: Float32Array
+    ) -> None:
+        n = part.stop - part.start
+        positions = np.ascontiguousarray(batch.positions[part])
+        sequences = np.ascontiguousarray(batch.sequences[part])
+        tables = np.ascontiguousarray(batch.page_tables)
+        self._grow(n)
+        self._grow_angles(int(positions.max()) + 1)
+        x = dequantize(self._embedding[batch.tokens[part]], self._embedding_format)
+        np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
+        fields = {
+            Job.N_TOKENS: n,
+            Job.N_LOGITS: len(rows),
+            Job.POSITIONS: positions.ctypes.data,
+            Job.SEQUENCES: sequences.ctypes.data,
+            Job.PAGE_TABLES: tables.ctypes.data,
+            Job.MAX_PAGES: tables.shape[1],
+            Job.LOGIT_ROWS: rows.ctypes.data,
+            Job.CACHE: cache.data.ctypes.data,
+            Job.LAYER_BYTES: cache.n_pages * cache.layer_page_bytes,
+            Job.PAGE_BYTES: cache.layer_page_bytes,
+            Job.LOGITS: logits.ctypes.data,
+            Job.LOGIT_STRIDE: self._logits.shape[1] * 4,
+        }
+        for field, value in fields.items():
+            self._job[field] = value
+        self._team.step()
+
+    def _fill_constant_fields(self) -> None:
+        config, job = self.config, self._job
+        group = config.kv_group
+        passes = -(-group // MAX_GROUP)
+        pass_heads = -(-group // passes)
+        rest = group % pass_heads or pass_heads
+        job[Job.HIDDEN], job[Job.FFN], job[Job.VOCAB] = config.hidden_size, config.ffn_size, config.vocab_size
+        job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = config.n_heads, config.n_kv_heads, config.head_dim
+        job[Job.MAX_TILE] = max_tile()
+        job[Job.ACTIVATION] = ACTIVATIONS[config.activation]
+        job[Job.ROPE_WIDTH] = config.rope[0].width
+        job[Job.NEIGHBOURS] = config.rope[0].layout == "neighbours"
+        job[Job.CONSTANTS] = self._constants.ctypes.data
+        job[Job.ATTENTION], job[Job.ATTENTION_REST] = attention_worker(pass_heads), attention_worker(rest)
+        job[Job.PASS_HEADS] = pass_heads
+        job[Job.OUTPUT_NORM] = self.weights.vectors["output_norm.weight"].ctypes.data
+        job[Job.OUTPUT_INPUT] = self.weights.output_input
+        self._scratch = np.zeros(self.n_threads * scratch_bytes(config.head_dim) + 64, np.uint8)
+        job[Job.SCRATCH], job[Job.SCRATCH_STRIDE] = self._scratch.ctypes.data, scratch_bytes(config.head_dim)
+
+    def _grow(self, n: int) -> None:
+        """Make the buffers of a step large enough for n tokens."""
+        if n <= self._capacity:
+            return
+        config = self.config
+        padded = -(-n // max_tile()) * max_tile()
+        q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        widest = max(config.hidden_size, q_width, config.ffn_size)
+        widths = {
+            Job.X: config.hidden_size,
+            Job.Y: config.hidden_size,
+            Job.QUERIES: q_width,
+            Job.KEYS: kv_width,
+            Job.VALUES: kv_width,
+            Job.ATTENDED: q_width,
+            Job.GATE: config.ffn_size,
+            Job.UP: config.ffn_size,
+            Job.FLOAT_TILES: widest if self.weights.reads_floats else 0,
+        }
+        for field, width in widths.items():
+            self._buffers[field] = np.zeros((padded, width), np.float32)
+        self._buffers[Job.BYTE_TILES] = np.zeros(padded * (widest // 32) * FINE_TOKEN_GROUP_BYTES, np.uint8)
+        for field, buffer in self._buffers.items():
+            self._job[field] = buffer.ctypes.data
+        self._capacity = n
+
+    def _grow_angles(self, n: int) -> None:
+        """Make the tables of cosines and sines reach n positions."""
+        if self._angles and n <= len(self._angles[0][0]):
+            return
+        n = max(n, 2 * len(self._angles[0][0]) if self._angles else 0)
+        self._angles = [cos_sin(f, np.arange(n)) for f in self._frequencies]
+        for layer, rope in enumerate(self.config.layer_rope):
+            cos, sin = self._angles[rope]
+            self.weights.layers[layer, Layer.COS] = cos.ctypes.data
+            self.weights.layers[layer, Layer.SIN] = sin.ctypes.data
+
+
+def _check_widths(config: ModelConfig) -> None:
+    """The kernels work in groups of 32 columns and vectors of 16 floats."""
+    checks = {
+        "embedding_length": (config.hidden_size, 32),
+        "feed_forward_length": (config.ffn_size, 32),
+        "head_count * key_length": (config.n_heads * config.head_dim, 32),
+        "key_length": (config.head_dim, 16),
+    }
+    for key, (value, multiple) in checks.items():
+        if value % multiple:
+            raise UnsupportedModelError(
+                f"{config.architecture}.{key} = {value} is not supported by the CPU kernels; "
+                f"it must be a multiple of {multiple}"
+            )

@@ -1,0 +1,131 @@
+"""How the threads of a team meet: atomic counters to share work, a barrier between phases, a bell between steps.
+
+All of it lives in one int64 array, a cache line (8 elements) for each word, so that threads do not disturb each
+other. Work is taken item by item from counters, never dealt out in advance: a thread that is held up by another
+process takes less. A thread that waits spins for a moment, then yields its core at every look.
+"""
+
+import platform
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ropewalk.kernels.jit import inline
+from ropewalk.kernels.simd import I32, emit_call
+
+LINE = 8
+ARRIVED, GENERATION, BELL, STOP = (LINE * i for i in range(4))
+COUNTERS = LINE * 4  # three counters, so that three products can run between two barriers
+N_COUNTERS = 3
+ASLEEP = COUNTERS + LINE * N_COUNTERS  # one word a thread
+SPINS_BEFORE_YIELD = 4096
+SPINS_BEFORE_SLEEP = 20_000
+
+
+def new_sync(n_threads: int) -> np.ndarray:
+    """The shared words of a team, int64, aligned to cache lines."""
+    words = np.zeros(ASLEEP + LINE * (n_threads + 1), np.int64)
+    offset = -(words.ctypes.data // 8) % LINE
+    return words[offset : offset + ASLEEP + LINE * n_threads]
+
+
+def _word(context, builder, array_type, array, index):
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+
+
+@intrinsic
+def atomic_add(typing_context, words, index, amount):
+    """Add to a word and give what it held before."""
+
+    def emit(context, builder, sig, args):
+        return builder.atomic_rmw("add", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst")
+
+    return types.int64(words, types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_swap(typing_context, words, index, value):
+    """Set a word and give what it held before."""
+
+    def emit(context, builder, sig, args):
+        return builder.atomic_rmw("xchg", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst")
+
+    return types.int64(words, types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_load(typing_context, words, index):
+    def emit(context, builder, sig, args):
+        return builder.load_atomic(_word(context, builder, sig.args[0], args[0], args[1]), "seq_cst", 8)
+
+    return types.int64(words, types.int64), emit
+
+
+@intrinsic
+def relax(typing_context):
+    """Tell the core that this is a spin loop."""
+
+    def emit(context, builder, sig, args):
+        machine = platform.machine().lower()
+        if machine in ("x86_64", "amd64"):
+            emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        elif machine in ("aarch64", "arm64"):
+            emit_call(builder, "llvm.aarch64.hint", ir.VoidType(), [I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def yield_core(typing_context):
+    """Let another thread or process run on this core (POSIX sched_yield)."""
+
+    def emit(context, builder, sig, args):
+        emit_call(builder, "sched_yield", I32, [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@inline
+def wait_while(words, index, value, limit):
+    """Wait until a word is no longer `value`, or for `limit` looks (0: for ever); gives what it holds."""
+    looks = 0
+    seen = atomic_load(words, index)
+    while seen == value and (limit == 0 or looks < limit):
+        if looks < SPINS_BEFORE_YIELD:
+            relax()
+        else:
+            yield_core()
+        looks += 1
+        seen = atomic_load(words, index)
+    return seen
+
+
+@inline
+def barrier(words, n_threads):
+    """Wait for the whole team; the last to arrive resets the work counters."""
+    generation = atomic_load(words, GENERATION)
+    if atomic_add(words, ARRIVED, 1) == n_threads - 1:
+        for c in range(N_COUNTERS):
+            atomic_swap(words, COUNTERS + LINE * c, 0)
+        atomic_swap(words, ARRIVED, 0)
+        atomic_add(words, GENERATION, 1)
+    else:
+        wait_while(words, GENERATION, generation, 0)
+
+
+@inline
+def take(words, counter):
+    """The next item of work of a counter."""
+    return atomic_add(words, COUNTERS + LINE * counter, 1)
+
+
+@inline
+def chunk_of(n_items, n_threads):
+    """Items to take at a time: an eighth of a thread's fair share."""
+    return max(1, n_items // (8 * n_threads))
+
+

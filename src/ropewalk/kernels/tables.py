@@ -1,0 +1,92 @@
+"""The tables that the forward pass reads: which number stands in which field.
+
+Three int64 arrays carry a model and a step. `job` holds the step's sizes and the addresses of its buffers;
+`layers` has a row for each layer; `matrices` has a row for each weight matrix: seven for each layer, in the order
+of Q ... DOWN, then the output matrix. An address of 0 means that the thing does not exist. Because everything is a
+number in a table, one compilation of `kernels.forward` serves every model.
+"""
+
+from enum import IntEnum
+
+
+class Job(IntEnum):
+    """Fields of `job`."""
+
+    N_TOKENS = 0
+    N_LOGITS = 1
+    HIDDEN = 2
+    N_HEADS = 3
+    N_KV_HEADS = 4
+    HEAD_DIM = 5
+    FFN = 6
+    MAX_TILE = 7
+    ACTIVATION = 8
+    ROPE_WIDTH = 9
+    NEIGHBOURS = 10
+    CONSTANTS = 11  # address of float32: norm eps, attention scale, attention soft cap, logit soft cap
+    POSITIONS = 12  # address of int32 [n_tokens]
+    SEQUENCES = 13  # address of int32 [n_tokens]
+    PAGE_TABLES = 14  # address of int32 [n_seqs, max_pages]
+    MAX_PAGES = 15
+    LOGIT_ROWS = 16  # address of int32 [n_logits]
+    CACHE = 17  # address of the KV cache
+    LAYER_BYTES = 18  # of the cache
+    PAGE_BYTES = 19  # of one layer of a page
+    X = 20  # float32 [n_tokens, hidden], the residual stream
+    Y = 21  # float32 [n_tokens, hidden], a branch before its post-norm
+    QUERIES = 22  # float32 [n_tokens, n_heads * head_dim]
+    KEYS = 23  # float32 [n_tokens, n_kv_heads * head_dim]
+    VALUES = 24  # likewise
+    ATTENDED = 25  # float32 [n_tokens, n_heads * head_dim]
+    GATE = 26  # float32 [n_tokens, ffn]
+    UP = 27  # likewise
+    BYTE_TILES = 28  # activations of the next product
+    FLOAT_TILES = 29  # the same, for float weights
+    LOGITS = 30  # float32 [n_logits, logit_stride / 4]
+    LOGIT_STRIDE = 31  # bytes
+    VOCAB = 32
+    SCRATCH = 33  # of attention, scratch_stride bytes a thread
+    SCRATCH_STRIDE = 34
+    ATTENTION = 35  # address of the attention worker for a full pass of heads
+    ATTENTION_REST = 36  # and for the heads that remain in a group
+    PASS_HEADS = 37  # query heads of a full pass
+    OUTPUT_NORM = 38  # address of float32 [hidden]
+    OUTPUT_INPUT = 39  # which tiles the output matrix reads: bit 0 bytes, bit 1 floats
+
+
+class Layer(IntEnum):
+    """Fields of a row of `layers`; norms and biases are addresses of float32."""
+
+    ATTN_NORM = 0
+    Q_BIAS = 1
+    K_BIAS = 2
+    V_BIAS = 3
+    Q_NORM = 4
+    K_NORM = 5
+    POST_ATTN_NORM = 6
+    FFN_NORM = 7
+    POST_FFN_NORM = 8
+    COS = 9  # address of float32 [positions, rope_width / 2]
+    SIN = 10
+    WINDOW = 11  # tokens seen, the current one included; 0: all
+    QKV_INPUT = 12  # which tiles the products read: bit 0 bytes, bit 1 floats
+    OUT_INPUT = 13
+    FFN_INPUT = 14
+    DOWN_INPUT = 15
+
+
+class Matrix(IntEnum):
+    """Fields of a row of `matrices`."""
+
+    PANELS = 0  # address
+    N_PANELS = 1
+    PANEL_BYTES = 2
+    N_GROUPS = 3
+    IS_FLOAT = 4
+    FINE = 5  # whether it reads 16-bit activations
+    WORKERS = 6  # addresses of the workers for tiles of 1, 2, 4, 8, 16 tokens
+
+
+MATRIX_FIELDS = int(Matrix.WORKERS) + 5
+MATRICES_PER_LAYER = 7
+Q, K, V, OUT, GATE, UP, DOWN = range(MATRICES_PER_LAYER)

@@ -1,0 +1,182 @@
+"""The threads that run a step: how many, how they wait, how they end.
+
+The calling thread is member 0 of its team. The others are Python threads that stay inside compiled code, without
+the GIL, from one step to the next; after a moment without work they return and block on a semaphore, so that an
+idle model uses no CPU. Knows nothing of models: a team is given the tables of `kernels.forward` and runs them.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from ropewalk.kernels import sync
+from ropewalk.kernels.forward import forward, serve_steps
+from ropewalk.kernels.jit import kernel
+
+
+def available_threads(cgroup: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+    """Threads that this process may really run at once, at least 1.
+
+    The least of: the CPUs of its affinity mask, its cgroup's CPU quota (version 1 or 2) rounded down, and the
+    number of physical cores among its CPUs (two hyper-threads share one memory pipeline).
+    """
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    limits = [len(cpus), _physical_cores(cpus)]
+    quota = _cgroup_quota(cgroup, self_cgroup)
+    if quota is not None:
+        limits.append(int(quota))
+    return max(1, min(limits))
+
+
+def _physical_cores(cpus: list[int], root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Distinct cores among the CPUs; all of them where the system does not say."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add((root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text())
+        except OSError:
+            return len(cpus)
+    return len(cores)
+
+
+def _cgroup_quota(root: Path, self_cgroup: Path) -> float | None:
+    """CPUs' worth of time that the cgroup may use: the least along its path; None without a limit."""
+    quotas = []
+    for folder in _cgroup_folders(root, self_cgroup):
+        try:
+            limit, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            try:
+                limit = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+            except OSError:
+                continue
+        try:
+            if limit != "max" and int(limit) > 0 and int(period) > 0:
+                quotas.append(int(limit) / int(period))
+        except ValueError:
+            continue
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(root: Path, self_cgroup: Path) -> list[Path]:
+    """Folders whose limits hold for this process: its own cgroup and every one above, in both versions' trees."""
+    folders = {root, root / "cpu", root / "cpu,cpuacct"}
+    try:
+        lines = self_cgroup.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        tree = root if not controllers else root / controllers
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = tree
+        for part in Path(path).parts[1:]:
+            if part == "..":
+                break
+            folder = folder / part
+            folders.add(folder)
+    return sorted(folders)
+
+
+@kernel
+def ring(words):
+    """Start a step: every member that waits in compiled code sees the bell."""
+    sync.atomic_add(words, sync.BELL, 1)
+
+
+@kernel
+def swap_word(words, index, value):
+    """Set a shared word and give what it held before."""
+    return sync.atomic_swap(words, index, value)
+
+
+@kernel
+def read_word(words, index):
+    return sync.atomic_load(words, index)
+
+
+class Team:
+    """`n_threads` threads, the caller included, over one set of tables.
+
+    Parameters
+    ----------
+    n_threads : int
+        At least 1.
+    job, layers, matrices : int64 arrays
+        The tables of `kernels.tables`; `job` is filled in anew by the caller before each `step`.
+    """
+
+    def __init__(self, n_threads: int, job: np.ndarray, layers: np.ndarray, matrices: np.ndarray) -> None:
+        self.n_threads = n_threads
+        self._tables = (job, layers, matrices)
+        self._start()
+        _teams.add(self)
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._words = sync.new_sync(self.n_threads)
+        self._wake = [threading.Semaphore(0) for _ in range(self.n_threads)]
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(tid, self.n_threads, self._words, self._wake[tid], self._tables),
+                name=f"ropewalk-{tid}",
+                daemon=True,
+            )
+            for tid in range(1, self.n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def step(self) -> None:
+        """Run one step to its end. Only one thread may call this at a time."""
+        if self._pid != os.getpid():  # threads do not survive a fork
+            self._start()
+        if self.n_threads > 1:
+            ring(self._words)
+            self._wake_sleepers()
+        forward(0, self.n_threads, self._words, *self._tables)
+
+    def close(self) -> None:
+        """End the threads; harmless when called twice."""
+        if self._pid == os.getpid() and self._threads:
+            swap_word(self._words, sync.STOP, 1)
+            ring(self._words)
+            self._wake_sleepers()
+            for thread in self._threads:
+                thread.join(timeout=10)
+            self._threads = []
+        _teams.discard(self)
+
+    def _wake_sleepers(self) -> None:
+        for tid in range(1, self.n_threads):
+            if swap_word(self._words, sync.ASLEEP + sync.LINE * tid, 0):
+                self._wake[tid].release()
+
+
+def _serve(tid, n_threads, words, wake, tables):
+    """A member's life: steps in compiled code, sleep when there are none."""
+    asleep = sync.ASLEEP + sync.LINE * tid
+    bell = 0
+    while not read_word(words, sync.STOP):
+        bell = serve_steps(tid, n_threads, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
+        swap_word(words, asleep, 1)
+        missed = read_word(words, sync.BELL) != bell or read_word(words, sync.STOP)
+        if missed and swap_word(words, asleep, 0):
+            continue  # rung between the last look and falling asleep, and nobody is going to wake us
+        wake.acquire()
+
+
+_teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for team in list(_teams):
+        team.close()
