@@ -11,7 +11,8 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -29,6 +30,7 @@ from ropewalk.text.stream import StreamDecoder
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
+    from ropewalk.model.config import ModelConfig
     from ropewalk.text.chat import ChatTemplate
     from ropewalk.text.tokenizer import Tokenizer
 
@@ -37,6 +39,9 @@ Conversation = Sequence[Mapping[str, Any]]
 
 DEFAULT_CONTEXT = 8192
 """Most tokens of context unless `context_length` says otherwise: the KV cache is allocated at the start."""
+
+MAX_LOGIT_ROWS = 64
+"""Rows of logits that are asked for at once: the backend keeps room for them, 1 MB each at most."""
 
 
 class LLM:
@@ -96,22 +101,26 @@ class LLM:
         from ropewalk.text.chat import ChatTemplate
         from ropewalk.text.tokenizer import Tokenizer
 
-        with open_gguf(resolve(model, progress=progress)) as checkpoint:
+        with ExitStack() as resources:
+            checkpoint = resources.enter_context(open_gguf(resolve(model, progress=progress)))
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
             template = ChatTemplate.from_metadata(checkpoint.metadata)
-            backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=progress)
-        self._start(
-            backend,
-            tokenizer,
-            template,
-            context_length=context_length,
-            kv_tokens=kv_tokens,
-            cache_dtype=cache_dtype,
-            max_batch=max_batch,
-            token_budget=token_budget,
-            kv_cache=kv_cache,
-        )
+            _context_length(config, context_length)  # packing takes a while: refuse before it
+            backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=_in_steps(progress))
+            resources.callback(backend.close)
+            self._start(
+                backend,
+                tokenizer,
+                template,
+                context_length=context_length,
+                kv_tokens=kv_tokens,
+                cache_dtype=cache_dtype,
+                max_batch=max_batch,
+                token_budget=token_budget,
+                kv_cache=kv_cache,
+            )
+            self._resources = resources.pop_all()
 
     @classmethod
     def from_parts(
@@ -120,6 +129,8 @@ class LLM:
         """Make an `LLM` of your own backend, tokenizer and chat template; `options` are those of `LLM`."""
         llm = cls.__new__(cls)
         llm._start(backend, tokenizer, template, **options)
+        llm._resources = ExitStack()
+        llm._resources.callback(backend.close)
         return llm
 
     def _start(
@@ -135,13 +146,7 @@ class LLM:
         token_budget: int = 512,
         kv_cache: bool = True,
     ) -> None:
-        limit = backend.config.context_length
-        if context_length is None:
-            context_length = min(limit, DEFAULT_CONTEXT)
-        elif not 2 <= context_length <= limit:
-            raise InvalidParameterError(
-                f"context_length is {context_length}; allowed: 2 ... {limit}, the model's"
-            )
+        context_length = _context_length(backend.config, context_length)
         self.backend = backend
         self.tokenizer = tokenizer
         self.chat_template = template
@@ -300,8 +305,9 @@ class LLM:
         with self._lock:
             self._check_open()
             cache = self.backend.new_cache(pages_for(n), self._cache_dtype)
-            for start in range(0, n, self._token_budget):
-                end = min(start + self._token_budget, n)
+            chunk = min(self._token_budget, MAX_LOGIT_ROWS)
+            for start in range(0, n, chunk):
+                end = min(start + chunk, n)
                 batch = StepBatch(
                     tokens=tokens[start:end],
                     positions=np.arange(start, end, dtype=np.int32),
@@ -322,7 +328,7 @@ class LLM:
                 for generation in list(self._live.values()):
                     self._drop(generation)
                 self._engine.cache = None
-                self.backend.close()
+                self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -397,8 +403,9 @@ class LLM:
 
     def _step(self, generation: _Generation) -> None:
         """Advance everything by one step, for the sake of one generation that has not ended."""
+        n_taken = generation.n_taken
         with self._lock:
-            if generation.chunks or generation.ended:
+            if generation.ended or generation.n_taken > n_taken:
                 return  # another thread has done it
             self._check_open()
             if generation.request.finish_reason == "abort":
@@ -438,7 +445,8 @@ class _Prepared:
 class _Generation:
     """The text side of a request: decodes its tokens as they are drawn, and watches for stop strings.
 
-    `chunks` holds what was not fetched yet; `ended` is True once the last chunk is made.
+    `n_taken` counts the tokens so far, `chunks` holds what was not fetched yet, and `ended` is True once the
+    last chunk is made.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
@@ -447,16 +455,20 @@ class _Generation:
         self.prompt = prompt
         self.chunks: deque[StreamChunk] = deque()
         self.ended = False
-        self._texts: list[str] = []
-        self._n_taken = 0
-        self._decoder = StreamDecoder(tokenizer, params.stop_strings, skip_special=params.skip_special_tokens)
+        self.n_taken = 0
+        self._decoder = StreamDecoder(
+            tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
 
     def advance(self, engine: Engine) -> None:
         """Take what the engine drew since the last call."""
         request = self.request
-        while self._n_taken < request.n_output and not self.ended:
-            token = int(request.tokens[request.n_prompt + self._n_taken])
-            self._n_taken += 1
+        while self.n_taken < request.n_output and not self.ended:
+            token = int(request.tokens[request.n_prompt + self.n_taken])
+            self.n_taken += 1
             try:
                 text = self._text_of(token, engine)
             except Exception as error:  # a fault in decoding is this request's alone
@@ -465,34 +477,35 @@ class _Generation:
                 break
             self._emit(text, token)
         if request.finish_reason == "error" and not self.ended:
-            self._texts.append(self._decoder.finish())
+            self._decoder.finish()
             self.ended = True
 
     def _text_of(self, token: int, engine: Engine) -> str:
         """Return the text to emit after a token, and end the request if it completes a stop string."""
-        request, decoder = self.request, self._decoder
-        keep_stop = request.params.include_stop_str_in_output
+        request, params, decoder = self.request, self.request.params, self._decoder
         last = self._is_last
         by_token = last and request.finish_reason == "stop"
-        text = "" if by_token and not keep_stop else decoder.push(token)
+        text = ""
+        if params.include_stop_str_in_output or not by_token:
+            text = decoder.push(token, match_stops=self.n_taken > params.min_tokens)
+        if last:
+            text += decoder.finish()
         if decoder.stop_hit is not None:
             engine.finish(request, "stop", decoder.stop_hit)
-            return text + decoder.stop_hit if keep_stop else text
-        return text + decoder.finish() if last else text
+        return text
 
     @property
     def _is_last(self) -> bool:
-        return self.request.finish_reason is not None and self._n_taken == self.request.n_output
+        return self.request.finish_reason is not None and self.n_taken == self.request.n_output
 
     def _emit(self, text: str, token: int) -> None:
-        self._texts.append(text)
         logprobs = self.request.logprobs
         self.ended = self._is_last
         self.chunks.append(
             StreamChunk(
                 text=text,
                 token_id=token,
-                logprob=logprobs[self._n_taken - 1] if logprobs else None,
+                logprob=logprobs[self.n_taken - 1] if logprobs else None,
                 output=self.output if self.ended else None,
             )
         )
@@ -502,7 +515,7 @@ class _Generation:
         """The result so far."""
         r = self.request
         completion = CompletionOutput(
-            text="".join(self._texts),
+            text=self._decoder.text,
             token_ids=r.output,
             finish_reason=r.finish_reason or "abort",
             stop_reason=r.stop_reason,
@@ -539,6 +552,23 @@ def _paired(prompts: Any, params: Any) -> tuple[list[Any], list[SamplingParams]]
     if len(params) != len(prompts):
         raise InvalidParameterError(f"there are {len(params)} params for {len(prompts)} prompts")
     return prompts, list(params)
+
+
+def _context_length(config: ModelConfig, wanted: int | None) -> int:
+    """Return the context length in use."""
+    limit = config.context_length
+    if wanted is None:
+        return min(limit, DEFAULT_CONTEXT)
+    if not 2 <= wanted <= limit:
+        raise InvalidParameterError(f"context_length is {wanted}; allowed: 2 ... {limit}, the model's")
+    return wanted
+
+
+def _in_steps(progress: Progress | None) -> Callable[[str, float], None] | None:
+    """Turn a progress of `done` of `total` into one of shares, which a backend reports."""
+    if progress is None:
+        return None
+    return lambda what, share: progress(what, round(100 * share), 100)
 
 
 def _not_a_prompt(value: object) -> PromptError:

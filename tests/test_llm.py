@@ -1,0 +1,522 @@
+"""`LLM`: prompts in, text out. Mostly on a toy model of which every token is known, then on the real one."""
+
+import contextlib
+import runpy
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ropewalk import LLM, SamplingParams
+from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
+
+ToyBackend = runpy.run_path(str(Path(__file__).parent / "engine" / "toy.py"))["ToyBackend"]
+
+PIECES = [
+    b"a",
+    b"b",
+    b"c",
+    b"ab",
+    b" ",
+    b"\xf0\x9f",
+    b"\x98\x80",
+    b"d",
+    "é".encode(),
+    b"e",
+    b"f",
+    b"<s>",
+    b"</s>",
+]
+BOS, END = 11, 12
+
+
+class ToyTokenizer:
+    """One token for each letter, two for an emoji, and special tokens."""
+
+    vocab_size = len(PIECES)
+    bos_id = BOS
+    eos_ids = frozenset([END])
+
+    def __init__(self, add_bos=False):
+        self.add_bos = add_bos
+
+    def encode(self, text, *, add_special=True, parse_special=False):
+        ids = [self.bos_id] if add_special and self.add_bos else []
+        while text:
+            special = next((s for s in ("<s>", "</s>") if parse_special and text.startswith(s)), None)
+            piece = special or text[0]
+            ids.append(PIECES.index(piece.encode()))
+            text = text[len(piece) :]
+        return ids
+
+    def decode(self, ids, *, skip_special=True):
+        kept = [PIECES[i] for i in ids if not (skip_special and self.is_special(i))]
+        return b"".join(kept).decode("utf-8", "replace")
+
+    def token_bytes(self, i):
+        return PIECES[i]
+
+    def is_special(self, i):
+        return i in (BOS, END)
+
+
+class Scripted(ToyBackend):
+    """Says the tokens of a script, by position, and END after it."""
+
+    def __init__(self, script):
+        super().__init__()
+        self.script = script
+
+    def logits(self, tokens):
+        logits = np.zeros(len(PIECES), dtype=np.float32)
+        logits[self.script[len(tokens)] if len(tokens) < len(self.script) else END] = 100
+        return logits
+
+
+def toy_llm(backend=None, tokenizer=None, template=None, **options):
+    sizes = {"context_length": 64, "kv_tokens": 256} | options
+    return LLM.from_parts(backend or ToyBackend(), tokenizer or ToyTokenizer(), template, **sizes)
+
+
+def says(*texts, prompt="a"):
+    """An LLM that continues a one-token prompt with these pieces."""
+    ids = [PIECES.index(t if isinstance(t, bytes) else t.encode()) for t in texts]
+    return toy_llm(Scripted([PIECES.index(prompt.encode()), *ids]))
+
+
+def idle(llm):
+    """Whether no request and no page is in use."""
+    engine = llm._engine
+    engine.check()
+    return (
+        not engine.has_unfinished
+        and not llm._live
+        and engine.scheduler.pool.n_free == engine.scheduler.pool.n_pages
+    )
+
+
+SEEDED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+
+
+class TestGenerate:
+    def test_a_list_is_one_batch_with_the_tokens_of_each_alone(self):
+        prompts = ["a", "abc", [0, 1, 2], np.array([4, 4]), (7, 8)]
+        params = [SamplingParams(seed=s, max_tokens=5 + s, ignore_eos=True) for s in range(5)]
+        together = toy_llm()
+        outputs = together.generate(prompts, params)
+        assert max(together.backend.batch_sizes) > 5
+        alone = [toy_llm().generate(p, q)[0] for p, q in zip(prompts, params, strict=True)]
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+        assert [o.text for o in outputs] == [o.text for o in alone]
+        assert [len(o.token_ids) for o in outputs] == [5, 6, 7, 8, 9]
+        assert [o.prompt for o in outputs] == ["a", "abc", None, None, None]
+        assert [o.prompt_token_ids for o in outputs] == [[0], [0, 1, 2], [0, 1, 2], [4, 4], [7, 8]]
+        assert idle(together)
+
+    def test_more_prompts_than_fit_at_once(self):
+        llm = toy_llm(max_batch=2, kv_tokens=64)
+        outputs = llm.generate(["a"] * 7, SEEDED)
+        assert {tuple(o.token_ids) for o in outputs} == {tuple(toy_llm().generate("a", SEEDED)[0].token_ids)}
+
+    def test_nothing_in_nothing_out(self):
+        assert toy_llm().generate([]) == []
+
+    def test_results_carry_everything(self):
+        (output,) = says("b", "c").generate("a", SamplingParams(logprobs=1))
+        assert (output.text, output.token_ids, output.finish_reason) == ("bc", [1, 2, END], "stop")
+        assert (output.stop_reason, output.error) == (None, None)
+        assert [p.token_id for p in output.logprobs] == output.token_ids
+        assert [p.top for p in output.logprobs] == [((i, 0.0),) for i in output.token_ids]
+        t = output.timings
+        assert (t.prompt_tokens, t.generated_tokens) == (1, 3)
+        assert 0 < t.prefill_s <= t.time_to_first_token_s
+        assert t.prefill_tps == 1 / t.prefill_s
+        assert t.decode_tps == 2 / t.decode_s
+        assert output.outputs[0].text == output.text
+
+    def test_one_token_has_no_decode_speed(self):
+        (output,) = says("b").generate("a", SamplingParams(max_tokens=1))
+        assert (output.timings.decode_tps, output.finish_reason, output.logprobs) == (0.0, "length", None)
+
+    def test_a_seed_is_reported_and_gives_the_text_again(self):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        first, second = toy_llm().generate(["a", "a"], params)
+        assert first.seed != second.seed
+        (again,) = toy_llm().generate("a", SamplingParams(max_tokens=20, ignore_eos=True, seed=second.seed))
+        assert again.text == second.text
+
+    def test_max_tokens_none_runs_to_the_end_of_the_context(self):
+        (output,) = toy_llm().generate([0] * 50, SamplingParams(max_tokens=None, ignore_eos=True))
+        assert (len(output.token_ids), output.finish_reason) == (14, "length")
+
+    def test_without_a_kv_cache_the_same_text(self):
+        with_cache, without = toy_llm(), toy_llm(kv_cache=False)
+        params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
+        assert without.generate("abc", params)[0].token_ids == with_cache.generate("abc", params)[0].token_ids
+        assert without.backend.batch_sizes == list(range(3, 33))
+
+
+class TestPrompts:
+    def test_the_empty_string_is_bos_where_the_model_has_one(self):
+        (output,) = toy_llm(tokenizer=ToyTokenizer(add_bos=True)).generate("", SEEDED)
+        assert output.prompt_token_ids == [BOS]
+        with pytest.raises(PromptError, match="no tokens"):
+            toy_llm().generate("")
+
+    @pytest.mark.parametrize(
+        ("prompts", "message"),
+        [
+            ("a" * 64, "64 tokens; at most 63 fit into a context of 64"),
+            ([[]], "no tokens"),
+            ([[0, 13]], "token id 13; allowed: 0 ... 12"),
+            ([0, "a"], "'a' among its token ids"),
+            ([["a", "b"]], "'a' among its token ids"),
+            (b"abc", "a prompt is b'abc'"),
+            ([b"abc"], "a prompt is b'abc'"),
+            (5, "a prompt is 5"),
+            (["a", None], "a prompt is None"),
+        ],
+    )
+    def test_prompts_that_cannot_be_used(self, prompts, message):
+        llm = toy_llm()
+        with pytest.raises(PromptError, match=message):
+            llm.generate(prompts)
+        assert llm.backend.batch_sizes == []
+
+    def test_one_bad_prompt_refuses_the_list_before_anything_runs(self):
+        llm = toy_llm()
+        with pytest.raises(PromptError):
+            llm.generate(["a", "b", [99]])
+        assert llm.backend.batch_sizes == []
+        assert idle(llm)
+
+    def test_params(self):
+        llm = toy_llm()
+        with pytest.raises(InvalidParameterError, match="there are 2 params for 3 prompts"):
+            llm.generate(["a", "b", "c"], [SEEDED, SEEDED])
+        with pytest.raises(InvalidParameterError, match=r"params is 0\.5; allowed: SamplingParams"):
+            llm.stream("a", 0.5)
+        with pytest.raises(InvalidParameterError, match="logit_bias has token id 13"):
+            llm.generate("a", SamplingParams(logit_bias={13: 1.0}))
+
+    def test_special_tokens_are_recognised_in_prompts(self):
+        (output,) = toy_llm().generate("<s>ab</s>", SEEDED)
+        assert output.prompt_token_ids == [BOS, 0, 1, END]
+        assert toy_llm().encode("<s>ab</s>") == [BOS, 0, 1, END]
+        assert toy_llm().decode([BOS, 0, 1, END]) == "ab"
+        assert toy_llm().decode([BOS, 0, 1, END], skip_special=False) == "<s>ab</s>"
+
+
+class TestEndings:
+    def test_a_stop_string_over_tokens_neither_leaks_nor_loses(self):
+        for stop, text, n_tokens, reason in (
+            ("cd", "b", 3, "cd"),
+            ("c", "b", 2, "c"),
+            ("dx", "bcde", 5, None),
+            (["e", "bc"], "", 2, "bc"),
+        ):
+            llm = says("b", "c", "d", "e")
+            params = SamplingParams(stop=stop)
+            (output,) = llm.generate("a", params)
+            chunks = list(llm.stream("a", params))
+            assert (output.text, len(output.token_ids)) == (text, n_tokens)
+            assert "".join(chunk.text for chunk in chunks) == text
+            assert (output.finish_reason, output.stop_reason) == ("stop", reason)
+            assert idle(llm)
+
+    def test_include_stop_str_in_output(self):
+        params = SamplingParams(stop="cd", include_stop_str_in_output=True)
+        assert says("b", "c", "d", "e").generate("a", params)[0].text == "bcd"
+        params = SamplingParams(stop="c", include_stop_str_in_output=True)
+        assert says("c", "ab").generate("a", params)[0].text == "c"
+        params = SamplingParams(stop_token_ids=[2], include_stop_str_in_output=True)
+        assert says("b", "c", "d").generate("a", params)[0].text == "bc"
+
+    def test_a_stop_string_in_the_last_token_that_fits_is_a_stop(self):
+        (output,) = says("b", "c", "d").generate("a", SamplingParams(stop="c", max_tokens=2))
+        assert (output.text, output.finish_reason, output.stop_reason) == ("b", "stop", "c")
+
+    def test_a_stop_token_is_left_out_of_the_text(self):
+        (output,) = says("b", "c", "d").generate("a", SamplingParams(stop_token_ids=[2]))
+        assert (output.text, output.token_ids, output.stop_reason) == ("b", [1, 2], 2)
+
+    def test_held_back_text_is_delivered_at_the_end(self):
+        (output,) = says("b", "c").generate("a", SamplingParams(stop="cde"))
+        assert (output.text, output.finish_reason) == ("bc", "stop")
+        (output,) = says("b", "c", "d").generate("a", SamplingParams(stop="cde", max_tokens=2))
+        assert (output.text, output.finish_reason) == ("bc", "length")
+
+    def test_special_tokens_in_the_text(self):
+        params = SamplingParams(ignore_eos=True, max_tokens=3)
+        assert says("b", "</s>", "c").generate("a", params)[0].text == "bc"
+        shown = SamplingParams(ignore_eos=True, max_tokens=3, skip_special_tokens=False)
+        assert says("b", "</s>", "c").generate("a", shown)[0].text == "b</s>c"
+
+    def test_stop_strings_do_not_count_before_min_tokens(self):
+        (output,) = says("b", "c", "b", "c").generate("a", SamplingParams(stop="c", min_tokens=3))
+        assert (output.text, output.token_ids) == ("bcb", [1, 2, 1, 2])
+        (output,) = says("b", "c", "d").generate("a", SamplingParams(stop="cd", min_tokens=2))
+        assert output.text == "bcd"  # it began too early
+
+
+class TestStream:
+    def test_joined_chunks_are_the_text(self):
+        chunks = list(toy_llm().stream("ab", SEEDED))
+        (output,) = toy_llm().generate("ab", SEEDED)
+        assert "".join(chunk.text for chunk in chunks) == output.text
+        assert [chunk.token_id for chunk in chunks] == output.token_ids
+        assert [chunk.finish_reason for chunk in chunks] == [None] * 11 + ["length"]
+        assert chunks[-1].output.text == output.text
+        assert {chunk.output for chunk in chunks[:-1]} == {None}
+
+    def test_e1_half_a_character_is_never_emitted(self):
+        chunks = list(says("b", b"\xf0\x9f", b"\x98\x80", "c").stream("a"))
+        assert [chunk.text for chunk in chunks] == ["b", "", "😀", "c", ""]
+        chunks = list(says(b"\xf0\x9f").stream("a"))
+        assert "".join(chunk.text for chunk in chunks) == "\ufffd"
+
+    def test_closing_ends_the_request_and_frees_its_pages(self):
+        llm = toy_llm()
+        chunks = llm.stream("a", SEEDED)
+        next(chunks)
+        next(chunks)
+        assert not idle(llm)
+        chunks.close()
+        assert idle(llm)
+
+    def test_a_stream_that_was_never_started_holds_nothing(self):
+        llm = toy_llm()
+        chunks = llm.stream("a", SEEDED)
+        assert idle(llm)
+        chunks.close()
+        with pytest.raises(PromptError):
+            llm.stream([])
+
+    def test_streams_that_alternate_share_steps(self):
+        llm = toy_llm()
+        first, second = llm.stream("a", SEEDED), llm.stream("bc", SEEDED)
+        texts = [[], []]
+        for pair in zip(first, second, strict=True):
+            for text, chunk in zip(texts, pair, strict=True):
+                text.append(chunk.text)
+        assert llm.backend.batch_sizes.count(2) >= 10
+        assert ["".join(t) for t in texts] == [toy_llm().generate(p, SEEDED)[0].text for p in ("a", "bc")]
+        assert idle(llm)
+
+    def test_threads_share_one_llm(self):
+        llm = toy_llm()
+        found = {}
+
+        def work(prompt):
+            found[prompt] = "".join(chunk.text for chunk in llm.stream(prompt, SEEDED))
+
+        threads = [threading.Thread(target=work, args=(p,)) for p in ("a", "b", "c", "ab", "bc", "abc")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {p: toy_llm().generate(p, SEEDED)[0].text for p in found}
+        assert len(found) == 6
+        assert idle(llm)
+
+
+class TestFailures:
+    def test_a12_a_failing_request_does_not_take_the_others_with_it(self):
+        llm = toy_llm(ToyBackend(poison={10: -np.inf}))
+        never_f = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logit_bias={10: -100.0})
+        with pytest.warns(RuntimeWarning, match="prompt 1 failed: no token can be drawn"):
+            good, bad = llm.generate(["ab", "af"], never_f)
+        assert (bad.finish_reason, bad.text, bad.token_ids) == ("error", "", [])
+        assert isinstance(bad.error, GenerationError)
+        assert (good.finish_reason, good.text) == ("length", toy_llm().generate("ab", never_f)[0].text)
+        assert idle(llm)
+
+    def test_a_failing_stream_raises(self):
+        llm = toy_llm(ToyBackend(poison={10: -np.inf}))
+        with pytest.raises(GenerationError, match="no token can be drawn"):
+            list(llm.stream("af"))
+        assert idle(llm)
+
+    def test_ctrl_c_leaves_the_llm_usable(self):
+        llm = toy_llm(ToyBackend(fail_at=(4, KeyboardInterrupt())))
+        other = llm.stream("c", SEEDED)
+        next(other)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SEEDED)
+        with pytest.raises(GenerationError, match="interrupted step"):
+            list(other)
+        assert idle(llm)
+        assert llm.generate("a", SEEDED)[0].text == toy_llm().generate("a", SEEDED)[0].text
+
+    def test_a_fault_in_decoding_fails_its_request_alone(self):
+        class Faulty(ToyTokenizer):
+            def token_bytes(self, i):
+                return super().token_bytes(i) if i != 7 else 1 // 0
+
+        llm = toy_llm(Scripted([0, 1, 7, 1]), Faulty())
+        with pytest.warns(RuntimeWarning, match="prompt 1 failed"):
+            good, bad = llm.generate([[0, 1, 0], [0]], SamplingParams(temperature=0))
+        assert (bad.finish_reason, bad.text, type(bad.error)) == ("error", "b", ZeroDivisionError)
+        assert (good.finish_reason, good.text) == ("stop", "b")
+        assert idle(llm)
+
+    def test_closed(self):
+        with toy_llm() as llm:
+            chunks = llm.stream("a", SEEDED)
+            next(chunks)
+        assert llm.backend.closed
+        for use in (
+            lambda: next(chunks),
+            lambda: llm.generate("a"),
+            lambda: llm.stream("a"),
+            lambda: llm.logits([1]),
+        ):
+            with pytest.raises(GenerationError, match="closed"):
+                use()
+        llm.close()
+
+    @pytest.mark.parametrize("length", [1, 513, -5])
+    def test_context_lengths_that_are_not_allowed(self, length):
+        with pytest.raises(InvalidParameterError, match=f"context_length is {length}; allowed: 2 ... 512"):
+            toy_llm(context_length=length, kv_tokens=None)
+
+
+class TestLogits:
+    @pytest.mark.parametrize("budget", [16, 512])
+    def test_every_position(self, budget):
+        llm = toy_llm(token_budget=budget)
+        tokens = [i % 12 for i in range(40)]
+        logits = llm.logits(tokens)
+        assert logits.dtype == np.float32
+        assert np.array_equal(logits, [ToyBackend().logits(tokens[: i + 1]) for i in range(40)])
+        assert llm.backend.batch_sizes == ([16, 16, 8] if budget == 16 else [40])
+
+    def test_a_whole_context_is_allowed_and_nothing_longer(self):
+        assert toy_llm().logits([1] * 64).shape == (64, 13)
+        with pytest.raises(PromptError, match="65 tokens"):
+            toy_llm().logits([1] * 65)
+        with pytest.raises(PromptError, match="no tokens"):
+            toy_llm().logits([])
+
+
+class TestChat:
+    @pytest.mark.parametrize("writes_bos", [True, False])
+    @pytest.mark.parametrize("add_bos", [True, False])
+    def test_e4_the_start_token_is_there_once(self, writes_bos, add_bos):
+        start = "<s>" if writes_bos else ""
+        template = SimpleNamespace(render=lambda messages, **_: start + messages[0]["content"])
+        llm = toy_llm(tokenizer=ToyTokenizer(add_bos), template=template)
+        (output,) = llm.chat([{"role": "user", "content": "ab"}], SEEDED)
+        assert output.prompt_token_ids == ([BOS] if writes_bos or add_bos else []) + [0, 1]
+        assert output.prompt == start + "ab"
+
+    def test_conversations(self):
+        template = SimpleNamespace(render=lambda messages, **_: messages[-1]["content"])
+        llm = toy_llm(template=template)
+        talks = [[{"role": "user", "content": text}] for text in ("a", "bc")]
+        outputs = llm.chat(talks, SEEDED)
+        assert [o.text for o in outputs] == [o.text for o in llm.generate(["a", "bc"], SEEDED)]
+        assert "".join(chunk.text for chunk in llm.stream_chat(talks[1], SEEDED)) == outputs[1].text
+
+    def test_templates_get_tools_and_the_generation_prompt(self):
+        seen = []
+        template = SimpleNamespace(render=lambda messages, **variables: seen.append(variables) or "a")
+        toy_llm(template=template).chat([{"role": "user", "content": "b"}], SEEDED, tools=[{"name": "t"}])
+        assert seen == [{"add_generation_prompt": True, "tools": [{"name": "t"}]}]
+
+    def test_no_template(self):
+        llm = toy_llm()
+        assert not llm.has_chat_template
+        for use in (llm.chat, llm.stream_chat):
+            with pytest.raises(TemplateError, match="no chat template: use generate or stream"):
+                use([{"role": "user", "content": "a"}])
+
+
+def test_kv_cache_bytes_and_dtype():
+    llm = toy_llm(cache_dtype="int8", kv_tokens=100)
+    assert llm.kv_cache_bytes == 7 * 16 * 16
+    assert llm.backend.cache_dtypes == ["int8"]
+
+
+# The real model.
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    with LLM(smollm2, context_length=512, kv_tokens=2048) as llm:
+        yield llm
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "Why is the sky blue?",
+    "Write a haiku about rope.",
+    "How many legs has a spider?",
+    "Translate 'good morning' into French.",
+    "What is 2 + 2?",
+    "Who wrote Hamlet?",
+]
+
+
+def ask(question):
+    return [{"role": "user", "content": question}]
+
+
+class TestRealModel:
+    def test_greedy_text_makes_sense(self, llm):
+        (output,) = llm.chat(ask(QUESTIONS[0]), GREEDY)
+        assert "Paris" in output.text
+        assert output.finish_reason == "stop"
+        assert llm.tokenizer.eos_ids >= {output.token_ids[-1]}
+
+    def test_a_batch_of_eight_equals_each_alone(self, llm):
+        params = [SamplingParams(seed=s, max_tokens=24, top_p=0.9) if s % 2 else GREEDY for s in range(8)]
+        together = llm.chat([ask(q) for q in QUESTIONS], params)
+        for question, one, output in zip(QUESTIONS, params, together, strict=True):
+            assert llm.chat(ask(question), one)[0].token_ids == output.token_ids
+
+    def test_a_stream_equals_generate_and_decode(self, llm):
+        params = SamplingParams(seed=5, max_tokens=24)
+        chunks = list(llm.stream("The rope was", params))
+        (output,) = llm.generate("The rope was", params)
+        assert "".join(chunk.text for chunk in chunks) == output.text == llm.decode(output.token_ids)
+
+    def test_stop_strings(self, llm):
+        (full,) = llm.generate("One, two, three,", GREEDY)
+        stop = full.text[5:12]
+        (output,) = llm.generate("One, two, three,", SamplingParams(temperature=0, max_tokens=24, stop=stop))
+        assert output.text == full.text[: full.text.index(stop)]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+    def test_logprobs_are_those_of_logits(self, llm):
+        params = SamplingParams(seed=2, max_tokens=8, temperature=0.5, top_k=20, logprobs=3)
+        (output,) = llm.generate("Once upon a time", params)
+        logits = llm.logits(output.prompt_token_ids + output.token_ids).astype(np.float64)
+        rows = logits[len(output.prompt_token_ids) - 1 : -1]
+        log_p = (
+            rows
+            - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True))
+            - rows.max(1, keepdims=True)
+        )
+        for row, token, found in zip(log_p, output.token_ids, output.logprobs, strict=True):
+            assert found.token_id == token
+            assert found.logprob == pytest.approx(row[token], abs=1e-9)
+            assert [t for t, _ in found.top] == np.argsort(-row, kind="stable")[:3].tolist()
+
+    def test_neither_chunks_nor_a_missing_cache_change_a_token(self, llm, smollm2):
+        prompt = "It was the best of times, it was the worst of times, " * 8
+        params = SamplingParams(seed=9, max_tokens=10)
+        (expected,) = llm.generate(prompt, params)
+        for options in ({"token_budget": 16}, {"token_budget": 37, "kv_cache": False}, {"n_threads": 1}):
+            with LLM(smollm2, context_length=256, max_batch=1, **options) as other:
+                assert other.generate(prompt, params)[0].token_ids == expected.token_ids
+
+    def test_a_closed_stream_leaves_the_model_usable(self, llm):
+        with contextlib.closing(llm.stream("a", GREEDY)) as chunks:
+            next(chunks)
+        assert idle(llm)
+        assert "Paris" in llm.chat(ask(QUESTIONS[0]), GREEDY)[0].text
