@@ -11,6 +11,7 @@ import pytest
 
 from ropewalk import LLM, SamplingParams
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
+from ropewalk.text.chat import ChatTemplate
 
 ToyBackend = runpy.run_path(str(Path(__file__).parent / "engine" / "toy.py"))["ToyBackend"]
 
@@ -420,17 +421,22 @@ class TestChat:
         assert [o.text for o in outputs] == [o.text for o in llm.generate(["a", "bc"], SEEDED)]
         assert "".join(chunk.text for chunk in llm.stream_chat(talks[1], SEEDED)) == outputs[1].text
 
-    def test_templates_get_tools_and_the_generation_prompt(self):
+    def test_templates_get_tools(self):
         seen = []
         template = SimpleNamespace(render=lambda messages, **variables: seen.append(variables) or "a")
         toy_llm(template=template).chat([{"role": "user", "content": "b"}], SEEDED, tools=[{"name": "t"}])
-        assert seen == [{"add_generation_prompt": True, "tools": [{"name": "t"}]}]
+        assert seen == [{"tools": [{"name": "t"}]}]
+
+    @pytest.mark.parametrize("messages", [[], "hello", {"role": "user", "content": "a"}, ["hello"], [[]]])
+    def test_what_is_no_conversation(self, messages):
+        with pytest.raises(TemplateError):
+            toy_llm(template=ChatTemplate("a")).chat(messages)
 
     def test_no_template(self):
         llm = toy_llm()
         assert not llm.has_chat_template
         for use in (llm.chat, llm.stream_chat):
-            with pytest.raises(TemplateError, match="no chat template: use generate or stream"):
+            with pytest.raises(TemplateError, match="no chat template"):
                 use([{"role": "user", "content": "a"}])
 
 

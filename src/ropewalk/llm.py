@@ -26,6 +26,7 @@ from ropewalk.engine.request import Request
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
 from ropewalk.params import SamplingParams
+from ropewalk.text.chat import NO_TEMPLATE, encode_chat
 from ropewalk.text.stream import StreamDecoder
 
 if TYPE_CHECKING:
@@ -222,8 +223,9 @@ class LLM:
         PromptError, InvalidParameterError
             As in `generate`.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self._render(conversation, tools) for conversation in conversations]  # type: ignore[arg-type]
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str)
+        conversations: Any = messages if several else [messages]
+        prompts = [self._render(conversation, tools) for conversation in conversations]
         return self._run([self._prepare(*pair) for pair in zip(*_paired(prompts, params), strict=True)])
 
     def stream(
@@ -341,15 +343,10 @@ class LLM:
     # Behind the door.
 
     def _render(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> _Rendered:
-        """Apply the chat template. The BOS token is there once, whether or not the template writes it."""
         if self.chat_template is None:
-            raise TemplateError("the model has no chat template: use generate or stream with a plain prompt")
-        text = self.chat_template.render(messages, add_generation_prompt=True, tools=tools)
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(text, add_special=False, parse_special=True)
-        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-            ids.insert(0, tokenizer.bos_id)
-        return _Rendered(text, ids)
+            raise TemplateError(NO_TEMPLATE)
+        text = self.chat_template.render(messages, tools=tools)
+        return _Rendered(text, encode_chat(self.tokenizer, text))
 
     def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams) -> _Prepared:
         self._check_open()
