@@ -1,11 +1,13 @@
 """`pull`, `list`, `rm` and `inspect`."""
 
 import json
+import time
 
 import pytest
 
 from ropewalk.checkpoint import hub
 from ropewalk.checkpoint.catalog import CATALOG
+from ropewalk.cli import loading
 from ropewalk.errors import DownloadError
 
 
@@ -60,15 +62,19 @@ def test_rm_what_is_not_there(ropewalk, cache):
 
 def test_pull_prints_the_path_and_tells_each_step_once(ropewalk, monkeypatch, tmp_path):
     def pull(model, *, progress):
+        progress("what is over at once", 0, 2)
         progress(f"downloading {model}", 0, 5000)
+        time.sleep(0.3)
         progress(f"downloading {model}", 5000, 5000)
-        progress(f"checking {model}", 1, 2)
+        progress(f"checking {model}\x1b", 1, 2)
+        time.sleep(0.3)
         return tmp_path / "model.gguf"
 
     monkeypatch.setattr(hub, "pull", pull)
+    monkeypatch.setattr(loading, "SOON_S", 0.1)
     result = ropewalk("pull")
     assert result.stdout == f"{tmp_path / 'model.gguf'}\n"
-    assert result.stderr == "downloading smollm2-135m ...\nchecking smollm2-135m ...\n"
+    assert result.stderr == "downloading smollm2-135m ...\nchecking smollm2-135m\u241b ...\n"
 
 
 def test_pull_that_fails(ropewalk, monkeypatch):

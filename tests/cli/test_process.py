@@ -146,6 +146,24 @@ def test_no_prompt_on_a_terminal_is_wrong_usage(terminal):
     assert run.end() == 2
 
 
+def test_a_bar_on_a_terminal_is_safe_from_markup_and_escape_sequences(terminal):
+    code = """
+import time
+from ropewalk.cli.loading import progress_on_stderr
+with progress_on_stderr() as progress:
+    for step in range(100):
+        progress("fetching [red]x\\x1b]0;t", step * 1_000_000, 100_000_000)
+        time.sleep(0.02)
+print("done")
+"""
+    bar = terminal([sys.executable, "-c", code], COLUMNS="100")
+    shown = bar.wait_for("done")
+    assert "fetching [red]x\u241b]0;t" in shown
+    assert "/100.0 MB" in shown
+    assert "\x1b]0;" not in shown
+    assert bar.end() == 0
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["list"], ["run", "--nonsense"]])
 def test_no_colours_into_a_pipe_nor_with_no_color(terminal, arguments, tmp_path):
     environment = {**os.environ, "ROPEWALK_HOME": str(tmp_path)}

@@ -37,7 +37,7 @@ def examine(threads: int | None) -> dict[str, Any]:
     from ropewalk.kernels.bandwidth import measure_read_bandwidth
     from ropewalk.kernels.cpu import RUNGS, choose_rung, cpu_features, cpu_identity, is_usable
     from ropewalk.kernels.jit import cache_folder
-    from ropewalk.kernels.team import available_threads
+    from ropewalk.kernels.team import available_threads, thread_limits
 
     features = cpu_features()
     rung = choose_rung()
@@ -58,10 +58,10 @@ def examine(threads: int | None) -> dict[str, Any]:
             "usable": [name for name in RUNGS if is_usable(name, features)],
         },
         "threads": {
-            "used": n_threads,
-            "available": available_threads(),
-            "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-            "cpus": os.cpu_count(),
+            "measured_with": n_threads,
+            "default": available_threads(),
+            "limits": thread_limits(),
+            "cpus_of_the_machine": os.cpu_count(),
         },
         "folders": {"cache": str(cache_dir()), "kernels": str(cache_folder())},
         "read_bandwidth_bytes_per_s": measure_read_bandwidth(n_threads),
@@ -72,6 +72,8 @@ def show(facts: dict[str, Any]) -> None:
     """`facts` of `examine` for people."""
     cpu, kernels, threads, folders = facts["cpu"], facts["kernels"], facts["threads"], facts["folders"]
     bandwidth = facts["read_bandwidth_bytes_per_s"]
+    limits = ", ".join(f"{name} {number}" for name, number in threads["limits"].items())
+    all_cpus = threads["cpus_of_the_machine"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items()]
     lines = {
         "versions": ", ".join(versions),
@@ -79,10 +81,10 @@ def show(facts: dict[str, Any]) -> None:
         "system": facts["system"],
         "cpu": f"{cpu['name']}: {' '.join(f for f in cpu['features'] if _matters(f))}",
         "kernels": f"{kernels['chosen']}: {kernels['reason']} (usable: {', '.join(kernels['usable'])})",
-        "threads": f"{threads['used']}",
+        "threads": f"{threads['default']}, the least of {limits} ({all_cpus} CPUs in all)",
         "cache": folders["cache"],
         "compiled kernels": folders["kernels"],
-        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s with {threads['used']} threads",
+        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s with {threads['measured_with']} threads",
     }
     say(fields({name: one_line(value) for name, value in lines.items()}))
 

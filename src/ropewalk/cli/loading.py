@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,42 +12,104 @@ from typing import TYPE_CHECKING
 from ropewalk.cli.console import one_line, tell
 
 if TYPE_CHECKING:
+    import rich.progress
+
     from ropewalk.checkpoint.hub import Progress
     from ropewalk.cli.options import Machine
     from ropewalk.llm import LLM
+
+
+SOON_S = 0.4
+"""What is done before this long is never shown: a warm start has nothing to tell."""
 
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Progress]:
     """A function `(what, done, total)` that shows a bar on a terminal, and elsewhere one line a `what`.
 
-    Nothing is shown before it is called for the first time. It may be called from any thread.
+    It may be called from any thread. A `what` that is over soon is not shown.
     """
-    if not sys.stderr.isatty():
-        yield _lines_on_stderr()
-        return
-    bars = _Bars()
+    display = _Display(_Bar() if sys.stderr.isatty() else _Lines())
     try:
-        yield bars
+        yield display
     finally:
-        bars.close()
+        display.close()
 
 
-def _lines_on_stderr() -> Progress:
-    told: set[str] = set()
+class _Display:
+    """Hands what is going on to a view (`show`, `close`) once it has lasted for `SOON_S`."""
 
-    def show(what: str, done: int, total: int) -> None:
-        if what not in told:
-            told.add(what)
-            tell(f"{one_line(what)} ...")
+    def __init__(self, view: _Bar | _Lines) -> None:
+        self._view = view
+        self._lock = threading.Lock()
+        self._what = ""
+        self._amounts = (0, 0)
+        self._shown = False
+        self._timer: threading.Timer | None = None
 
-    return show
+    def __call__(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            self._amounts = (done, total)
+            if what != self._what:
+                self._stop_waiting()
+                self._what = what
+                self._shown = False
+                self._timer = threading.Timer(SOON_S, self._reveal, (what,))
+                self._timer.daemon = True
+                self._timer.start()
+            elif self._shown:
+                self._view.show(what, done, total)
+
+    def _reveal(self, what: str) -> None:
+        with self._lock:
+            if what == self._what:
+                self._shown = True
+                self._view.show(what, *self._amounts)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def close(self) -> None:
+        """Take away what is on the screen."""
+        with self._lock:
+            self._stop_waiting()
+            self._what = ""
+            self._view.close()
 
 
-class _Bars:
-    """One bar at a time: a new `what` replaces the last. Totals below a thousand are steps, others bytes."""
+class _Lines:
+    """One line for each `what`, for stderr that is no terminal."""
 
     def __init__(self) -> None:
+        self._told = ""
+
+    def show(self, what: str, done: int, total: int) -> None:
+        if what != self._told:
+            self._told = what
+            tell(f"{one_line(what)} ...")
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """One bar at a time on a terminal. Totals below a thousand are steps, others are bytes."""
+
+    def __init__(self) -> None:
+        self._progress: rich.progress.Progress | None = None
+
+    def show(self, what: str, done: int, total: int) -> None:
+        progress = self._progress or self._start()
+        progress.update(
+            progress.task_ids[0],
+            description=one_line(what),
+            completed=done,
+            total=total or None,
+            amount=_amount(done, total),
+        )
+
+    def _start(self) -> rich.progress.Progress:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -58,20 +121,12 @@ class _Bars:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._progress.add_task("", amount="", start=False)
-        self._what: str | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._what is None:
-            self._progress.start()
-        if what != self._what:
-            self._what = what
-            self._progress.reset(self._task, description=one_line(what), total=total or None)
-        self._progress.update(self._task, completed=done, total=total or None, amount=_amount(done, total))
+        self._progress.add_task("", amount="", total=None)
+        self._progress.start()
+        return self._progress
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self._what is not None:
+        if self._progress is not None:
             self._progress.stop()
 
 
