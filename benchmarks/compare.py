@@ -157,7 +157,7 @@ def report(result: dict) -> None:
             f"{r['ratio']:.2f}",
         )
     shares = [f"{result['decode'][f'{engine}_bandwidth_share']:.0%}" for engine in ("ropewalk", "llama_cpp")]
-    table.add_row("decode, share of read bandwidth", *shares, "")
+    table.add_row("decode, share of bandwidth", *shares, "")
     console.print(table)
     read = result["bytes_per_token"]
     console.print(

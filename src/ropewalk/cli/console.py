@@ -61,8 +61,8 @@ def tell(text: str) -> None:
 
 
 def write_json(value: object) -> None:
-    """`value` as one JSON object on stdout. Strictly JSON: NaN and infinities are a fault."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    """`value` as one line of JSON on stdout. Strictly JSON: NaN and infinities are a fault."""
+    print(json.dumps(value, allow_nan=False))
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:

@@ -50,7 +50,7 @@ def examine(threads: int | None) -> dict[str, Any]:
             **{library: version(library) for library in LIBRARIES},
         },
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": sys.executable,
+        "executable": sys.executable,
         "cpu": {"name": cpu_identity()[0], "features": sorted(features)},
         "kernels": {
             "chosen": rung.name,
@@ -77,7 +77,7 @@ def show(facts: dict[str, Any]) -> None:
     versions = [f"{name} {number}" for name, number in facts["versions"].items()]
     lines = {
         "versions": ", ".join(versions),
-        "python": facts["python"],
+        "python": facts["executable"],
         "system": facts["system"],
         "cpu": f"{cpu['name']}: {' '.join(f for f in cpu['features'] if _matters(f))}",
         "kernels": f"{kernels['chosen']}: {kernels['reason']} (usable: {', '.join(kernels['usable'])})",
