@@ -5,10 +5,10 @@ import pytest
 
 from ropewalk.checkpoint.quants import FORMATS, dequantize
 from ropewalk.kernels import formats as F
+from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TILES, TOKEN_GROUP_BYTES, matmul_worker
 from ropewalk.kernels.pack import packer
 from ropewalk.kernels.simd import call
-from ropewalk.kernels.jit import kernel
 
 ROWS, COLUMNS = 40, 512
 
@@ -26,9 +26,22 @@ def random_blocks(name: str, rows: int = ROWS, columns: int = COLUMNS) -> np.nda
         x = rng.standard_normal((rows, columns)).astype(np.float32)
         if name == "F32":
             return x.view(np.uint8)
-        return x.astype(np.float16).view(np.uint8) if name == "F16" else (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return (
+            x.astype(np.float16).view(np.uint8)
+            if name == "F16"
+            else (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        )
     raw = rng.integers(0, 256, (rows, columns // fmt.block_size, fmt.block_bytes), np.uint8)
-    half_at = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()}
+    half_at = {
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q2_K": (80, 82),
+        "Q6_K": (208,),
+        "Q3_K": (108,),
+        "MXFP4": (),
+    }
     for at in half_at.get(name, (0,)):
         scale = rng.uniform(-0.1, 0.1, raw.shape[:2]).astype(np.float16)
         raw[:, :, at : at + 2] = scale[..., None].view(np.uint8)
@@ -63,7 +76,9 @@ def quantized_tile(x: np.ndarray, fine: int) -> tuple[np.ndarray, np.ndarray]:
     return data, (q * s[..., None].astype(np.float64)).reshape(tile, columns)
 
 
-def multiply(name: str, panels: np.ndarray, x: np.ndarray, fine: int = 0, add_to: np.ndarray | None = None) -> np.ndarray:
+def multiply(
+    name: str, panels: np.ndarray, x: np.ndarray, fine: int = 0, add_to: np.ndarray | None = None
+) -> np.ndarray:
     tile = x.shape[0]
     packed = F.PACKED[name]
     if packed.kind in F.FLOAT_KINDS:
@@ -73,7 +88,17 @@ def multiply(name: str, panels: np.ndarray, x: np.ndarray, fine: int = 0, add_to
     y = np.zeros((tile, 16 * len(panels)), np.float32) if add_to is None else add_to
     call_worker(
         matmul_worker(packed.kind, tile, fine),
-        (panels.ctypes.data, len(panels), panels.shape[1], COLUMNS // 32, data.ctypes.data, y.ctypes.data, y.strides[0], tile, int(add_to is not None)),
+        (
+            panels.ctypes.data,
+            len(panels),
+            panels.shape[1],
+            COLUMNS // 32,
+            data.ctypes.data,
+            y.ctypes.data,
+            y.strides[0],
+            tile,
+            int(add_to is not None),
+        ),
     )
     return y[:, :ROWS]
 

@@ -71,7 +71,11 @@ class CpuBackend:
     """
 
     def __init__(
-        self, checkpoint: GGUF, config: ModelConfig, n_threads: int | None = None, progress: Progress | None = None
+        self,
+        checkpoint: GGUF,
+        config: ModelConfig,
+        n_threads: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if n_threads is not None and n_threads < 1:
             raise InvalidParameterError(f"n_threads is {n_threads}; it must be at least 1")
@@ -88,7 +92,8 @@ class CpuBackend:
         ]
         self._angles: list[tuple[Float32Array, Float32Array]] = []
         self._constants = np.array(
-            [config.norm_eps, config.attention_scale, config.attention_softcap, config.logit_softcap], np.float32
+            [config.norm_eps, config.attention_scale, config.attention_softcap, config.logit_softcap],
+            np.float32,
         )
         self._job = np.zeros(len(Job), np.int64)
         self._buffers: dict[Job, NDArray[Any]] = {}
@@ -115,7 +120,9 @@ class CpuBackend:
             done = 0
             for start in range(0, n, MAX_TOKENS):
                 stop = min(start + MAX_TOKENS, n)
-                rows = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < stop)] - np.int32(start)
+                rows = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < stop)] - np.int32(
+                    start
+                )
                 self._run(batch, cache, slice(start, stop), rows, self._logits[done : done + len(rows)])
                 done += len(rows)
             return self._logits[:m, : self.config.vocab_size]
@@ -160,7 +167,11 @@ class CpuBackend:
         pass_heads = -(-group // passes)
         rest = group % pass_heads or pass_heads
         job[Job.HIDDEN], job[Job.FFN], job[Job.VOCAB] = config.hidden_size, config.ffn_size, config.vocab_size
-        job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = config.n_heads, config.n_kv_heads, config.head_dim
+        job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = (
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+        )
         job[Job.MAX_TILE] = max_tile()
         job[Job.ACTIVATION] = ACTIVATIONS[config.activation]
         job[Job.ROPE_WIDTH] = config.rope[0].width

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ropewalk.checkpoint.gguf import GGUF, TensorInfo
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import FLOAT_KINDS, GROUP, PACKED, PANEL_ROWS
-from ropewalk.kernels.forward import READS_BYTES, READS_FLOATS
+from ropewalk.kernels.forward import READS_BYTES, READS_FLOATS, compile_steps
 from ropewalk.kernels.matmul import TILES, matmul_worker, max_tile
-from ropewalk.kernels.pack import packer
+from ropewalk.kernels.pack import compile_packer, packer
 from ropewalk.kernels.tables import MATRIX_FIELDS, Layer, Matrix
 from ropewalk.model.config import ModelConfig
 
@@ -95,7 +95,10 @@ def matrix_names(config: ModelConfig) -> Iterator[tuple[str, bool]]:
 
 
 def pack_model(
-    checkpoint: GGUF, config: ModelConfig, n_threads: int, progress: Callable[[str, float], None] | None = None
+    checkpoint: GGUF,
+    config: ModelConfig,
+    n_threads: int,
+    progress: Callable[[str, float], None] | None = None,
 ) -> PackedWeights:
     """Pack every matrix of a model and compile the kernels that they need.
 
@@ -138,17 +141,21 @@ def _compile(infos: list[tuple[TensorInfo, bool]], report: Callable[[str, float]
             )
     uses = dict.fromkeys((info.format.name, fine, info.format.block_bytes) for info, fine in infos)
     for i, (name, fine, block_bytes) in enumerate(uses):
-        report(f"compiling kernels for {name}", i / len(uses))
-        packer(PACKED[name].kind, block_bytes)
+        report(f"compiling kernels for {name}", i / (len(uses) + 2))
+        compile_packer(PACKED[name].kind, block_bytes)
         for tile in _tiles():
             matmul_worker(PACKED[name].kind, tile, int(fine))
+    report("compiling the forward pass", len(uses) / (len(uses) + 2))
+    compile_steps()
 
 
 def _tiles() -> tuple[int, ...]:
     return tuple(t for t in TILES if t <= max_tile())
 
 
-def _pack_matrix(checkpoint: GGUF, info: TensorInfo, region: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+def _pack_matrix(
+    checkpoint: GGUF, info: TensorInfo, region: NDArray[np.uint8], pool: ThreadPoolExecutor
+) -> None:
     raw = checkpoint.raw(info.name)
     pack = packer(PACKED[info.format.name].kind, info.format.block_bytes)
 

@@ -35,7 +35,6 @@ from ropewalk.kernels.simd import (
     store_f32,
     store_floats,
     sum_tree,
-    tile_of,
     zero_tile,
 )
 
@@ -54,7 +53,9 @@ def fma_rows(typing_context, acc, vector, address, stride):
         acc, vector, address, stride = args
         for g in range(sig.args[0].count):
             scalar = emit_load(builder, F32, builder.add(address, builder.mul(stride, I64(g))), 4)
-            row = emit_fma(builder, emit_splat(builder, floats, scalar), vector, builder.extract_value(acc, g))
+            row = emit_fma(
+                builder, emit_splat(builder, floats, scalar), vector, builder.extract_value(acc, g)
+            )
             acc = builder.insert_value(acc, row, g)
         return acc
 
@@ -80,7 +81,9 @@ def store_rows(typing_context, tile, address, stride):
     def emit(context, builder, sig, args):
         for g in range(sig.args[0].count):
             at = builder.add(args[1], builder.mul(args[2], I64(g)))
-            builder.store(builder.extract_value(args[0], g), builder.inttoptr(at, floats.ir.as_pointer())).align = 4
+            builder.store(
+                builder.extract_value(args[0], g), builder.inttoptr(at, floats.ir.as_pointer())
+            ).align = 4
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), emit
@@ -168,7 +171,9 @@ def attention_worker(group: int) -> int:
                 for page in range(low // PAGE, pages):
                     v = values + load_i32(pages_of + 4 * page) * page_bytes + 512 * c
                     for token in range(max(low, PAGE * page), min(high, PAGE * page + PAGE)):
-                        acc = fma_rows(acc, load_halfs(v + 32 * (token - PAGE * page)), scores + 4 * token, 4 * PARTITION)
+                        acc = fma_rows(
+                            acc, load_halfs(v + 32 * (token - PAGE * page)), scores + 4 * token, 4 * PARTITION
+                        )
                 store_rows(acc, part, 64)
                 for g in range(group):
                     at = out + row_bytes * g + 64 * c

@@ -31,7 +31,12 @@ def emit_dot4(builder, rung, acc, u, x, wide):
 
 def _in_halves(builder, acc, u, x, emit):
     parts = [
-        emit(builder, emit_slice(builder, acc, 8 * h, 8), emit_slice(builder, u, 32 * h, 32), emit_slice(builder, x, 32 * h, 32))
+        emit(
+            builder,
+            emit_slice(builder, acc, 8 * h, 8),
+            emit_slice(builder, u, 32 * h, 32),
+            emit_slice(builder, x, 32 * h, 32),
+        )
         for h in (0, 1)
     ]
     return emit_concatenate(builder, parts)

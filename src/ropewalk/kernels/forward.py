@@ -10,6 +10,7 @@ Knows nothing of files or requests; the fields of the tables are named in `kerne
 """
 
 import numpy as np
+from numba import types
 
 from ropewalk.kernels.attention import PAGE
 from ropewalk.kernels.jit import inline, kernel
@@ -26,12 +27,23 @@ from ropewalk.kernels.pointwise import (
     silu,
     soft_cap,
 )
-from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, load_u16, store_floats, store_halfs, store_u16
+from ropewalk.kernels.simd import (
+    call,
+    load_f32,
+    load_floats,
+    load_i32,
+    load_u16,
+    store_floats,
+    store_halfs,
+    store_u16,
+)
 from ropewalk.kernels.sync import BELL, STOP, atomic_load, barrier, chunk_of, take, wait_while
-from ropewalk.kernels.tables import DOWN, GATE, K, MATRICES_PER_LAYER, OUT, Q, UP, V, Job, Layer, Matrix
+from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Matrix, Q, V
 
 READS_BYTES, READS_FLOATS = 1, 2
-PREFILL_PANELS = 4  # panels taken at a time by many tokens: their weights and a tile of activations share a cache
+PREFILL_PANELS = (
+    4  # panels taken at a time by many tokens: their weights and a tile of activations share a cache
+)
 _ZERO = np.float32(0)
 
 
@@ -95,7 +107,17 @@ def _product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add)
             out = y + token * y_stride + first * 64
             call(
                 matrix[Matrix.WORKERS + _log2(tile)],
-                (panels, count, panel_bytes, groups, tiles + token * token_bytes, out, y_stride, min(tile, n_tokens - token), add),
+                (
+                    panels,
+                    count,
+                    panel_bytes,
+                    groups,
+                    tiles + token * token_bytes,
+                    out,
+                    y_stride,
+                    min(tile, n_tokens - token),
+                    add,
+                ),
             )
         first = take(words, counter) * chunk
 
@@ -115,7 +137,9 @@ def _normalise(n_threads, words, job, post_norm, norm, reads, fine):
                 rms_norm(y, post_norm, y, hidden, eps)
                 add_to(x, y, hidden)
             if norm != 0:
-                as_bytes, as_floats, tile, place = _destinations(job, reads, fine, token, n_tokens, hidden // 32)
+                as_bytes, as_floats, tile, place = _destinations(
+                    job, reads, fine, token, n_tokens, hidden // 32
+                )
                 norm_to_tile(x, norm, hidden, eps, as_bytes, fine, as_floats, tile, place)
         first = take(words, 0) * chunk
 
@@ -165,7 +189,12 @@ def _rotate_and_store(n_threads, words, job, layer, number):
             sequence = load_i32(job[Job.SEQUENCES] + 4 * token)
             table = job[Job.PAGE_TABLES] + 4 * job[Job.MAX_PAGES] * sequence
             page = load_i32(table + 4 * (position // PAGE))
-            at = job[Job.CACHE] + number * job[Job.LAYER_BYTES] + page * job[Job.PAGE_BYTES] + 32 * head_dim * h
+            at = (
+                job[Job.CACHE]
+                + number * job[Job.LAYER_BYTES]
+                + page * job[Job.PAGE_BYTES]
+                + 32 * head_dim * h
+            )
             k = job[Job.KEYS] + head_bytes * (n_kv * token + h)
             v = job[Job.VALUES] + head_bytes * (n_kv * token + h)
             bias = layer[Layer.K_BIAS] + head_bytes * h if layer[Layer.K_BIAS] != 0 else 0
@@ -328,45 +357,72 @@ def _logits(n_threads, words, job, matrix):
         barrier(words, n_threads)
 
 
-@kernel
+@inline
 def forward(tid, n_threads, words, job, layers, matrices):
-    """Run one step as thread `tid` of `n_threads`; all of them return when the logits are complete.
-
-    Parameters
-    ----------
-    words : int64 [...]
-        The team's shared words (`kernels.sync`).
-    job, layers, matrices : int64 [...], int64 [n_layers, ...], int64 [7 * n_layers + 1, ...]
-        See `kernels.tables`.
-    """
+    """One step as thread `tid` of `n_threads`; all of them return when the logits are complete."""
     n_layers = layers.shape[0]
+    n_logits = job[
+        Job.N_LOGITS
+    ]  # read before the last barrier: after it, the caller may fill in the next step
     post_norm = 0
     for number in range(n_layers):
         layer = layers[number]
         _normalise(n_threads, words, job, post_norm, layer[Layer.ATTN_NORM], layer[Layer.QKV_INPUT], True)
         barrier(words, n_threads)
         _attention_block(tid, n_threads, words, job, layer, matrices, number)
-        _normalise(n_threads, words, job, layer[Layer.POST_ATTN_NORM], layer[Layer.FFN_NORM], layer[Layer.FFN_INPUT], False)
+        _normalise(
+            n_threads,
+            words,
+            job,
+            layer[Layer.POST_ATTN_NORM],
+            layer[Layer.FFN_NORM],
+            layer[Layer.FFN_INPUT],
+            False,
+        )
         barrier(words, n_threads)
         _feed_forward_block(n_threads, words, job, layer, matrices, number)
         post_norm = layer[Layer.POST_FFN_NORM]
     if post_norm != 0:
         _normalise(n_threads, words, job, post_norm, 0, 0, False)
         barrier(words, n_threads)
-    if job[Job.N_LOGITS] > 0:
+    if n_logits > 0:
         _logits(n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])
 
 
 @kernel
-def serve_steps(tid, n_threads, words, job, layers, matrices, rung_before, patience):
-    """Run steps as they are rung for, until nothing has happened for `patience` looks; gives the last bell seen.
+def run_steps(tid, n_threads, words, job, layers, matrices, bell, patience):
+    """Run one step (`patience` = 0), or every step that is rung for until nothing happened for `patience` looks.
 
-    The caller rings by adding to the BELL word; a STOP word that is not 0 ends the service.
+    Parameters
+    ----------
+    tid, n_threads : int
+        This thread's number, and the size of the team.
+    words : int64 [...]
+        The team's shared words (`kernels.sync`). The caller of a step rings by adding to the BELL word; a STOP
+        word that is not 0 ends the service.
+    job, layers, matrices : int64 [...], int64 [n_layers, ...], int64 [7 * n_layers + 1, ...]
+        See `kernels.tables`.
+    bell : int
+        What the BELL word held when this thread last looked.
+
+    Returns
+    -------
+    int
+        What the BELL word held at the last look.
     """
-    bell = rung_before
     while True:
-        now = wait_while(words, BELL, bell, patience)
-        if now == bell or atomic_load(words, STOP) != 0:
-            return bell
-        bell = now
+        if patience > 0:
+            now = wait_while(words, BELL, bell, patience)
+            if now == bell or atomic_load(words, STOP) != 0:
+                return bell
+            bell = now
         forward(tid, n_threads, words, job, layers, matrices)
+        if patience == 0:
+            return bell
+
+
+def compile_steps() -> None:
+    """Compile (or load) `run_steps` ahead of its first call."""
+    table = types.Array(types.int64, 2, "C")
+    row = types.Array(types.int64, 1, "C")
+    run_steps.compile((types.int64, types.int64, row, row, table, table, types.int64, types.int64))

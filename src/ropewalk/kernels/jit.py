@@ -57,7 +57,9 @@ def cache_folder() -> Path:
         log.warning("compiled kernels go to %s, because %s cannot be written: %s", spare, wanted, error)
         spare.mkdir(parents=True, exist_ok=True, mode=0o700)
         if spare.stat().st_uid != os.getuid():
-            raise PermissionError(f"{spare} belongs to another user: set ROPEWALK_HOME to a folder of yours") from error
+            raise PermissionError(
+                f"{spare} belongs to another user: set ROPEWALK_HOME to a folder of yours"
+            ) from error
         return spare
 
 
@@ -88,7 +90,7 @@ source_hash_once = cache(source_hash)
 
 
 class _CacheImpl(CompileResultCacheImpl):
-    _locator_classes = [_Locator]
+    _locator_classes = (_Locator,)
 
 
 class _KernelCache(FunctionCache):
@@ -100,7 +102,11 @@ class _KernelCache(FunctionCache):
         Numba's own key pickles what a closure holds, and a pickled kernel is different in each process.
         """
         cells = [cell.cell_contents for cell in self._py_func.__closure__ or ()]
-        return sig, codegen.magic_tuple(), tuple(c if isinstance(c, int) else c.py_func.__qualname__ for c in cells)
+        return (
+            sig,
+            codegen.magic_tuple(),
+            tuple(c if isinstance(c, int) else c.py_func.__qualname__ for c in cells),
+        )
 
     def _save_overload(self, sig, data):
         try:
@@ -109,7 +115,13 @@ class _KernelCache(FunctionCache):
             log.warning("a compiled kernel could not be kept: %s", error)
 
 
-_FLAGS = {"nopython": True, "nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+_FLAGS: dict[str, Any] = {
+    "nopython": True,
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": False,
+    "boundscheck": False,
+}
 
 
 def kernel(py_func: Callable[..., Any]) -> Any:
@@ -137,7 +149,9 @@ def worker(signature: Any) -> Callable[[Callable[..., Any]], int]:
         from numba.core import sigutils
         from numba.core.ccallback import CFunc
 
-        compiled = CFunc(py_func, sigutils.normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+        compiled = CFunc(
+            py_func, sigutils.normalize_signature(signature), locals={}, options={"error_model": "numpy"}
+        )
         compiled._cache = _KernelCache(py_func)
         compiled.compile()
         _keep.append(compiled)

@@ -103,7 +103,9 @@ def accumulate(typing_context, kind, tile, fine, acc, quants, scales, x):
             a = emit_fma(builder, builder.fmul(d, scale), total, builder.extract_value(acc, token))
             if packed.affine and packed.halves:
                 sums = [
-                    emit_splat(builder, floats, builder.sitofp(emit_load(builder, I32, at(token, 2 + h), 4), F32))
+                    emit_splat(
+                        builder, floats, builder.sitofp(emit_load(builder, I32, at(token, 2 + h), 4), F32)
+                    )
                     for h in (0, 1)
                 ]
                 total = emit_fma(builder, sums[1], m1, builder.fmul(sums[0], m0))  # minus the sum, hence fneg
@@ -197,7 +199,9 @@ def accumulate_float(typing_context, kind, tile, acc, w, x):
         for token in range(count):
             value = emit_load(builder, F32, builder.add(x, I64(4 * F.GROUP * token)), 4)
             previous = builder.extract_value(acc, token)
-            acc = builder.insert_value(acc, emit_fma(builder, weight, emit_splat(builder, floats, value), previous), token)
+            acc = builder.insert_value(
+                acc, emit_fma(builder, weight, emit_splat(builder, floats, value), previous), token
+            )
         return acc
 
     result = tile_of(floats, count)
@@ -221,5 +225,3 @@ def _float_worker(kind: int, tile: int) -> int:
             store_tile(acc, y + p * 64, y_stride, n_tokens, add)
 
     return matmul
-
-

@@ -8,6 +8,7 @@ format; that the weights come through unchanged is tested against `checkpoint.qu
 from functools import cache
 
 import numpy as np
+from numba import types
 
 from ropewalk.kernels import formats as F
 from ropewalk.kernels.jit import inline, kernel
@@ -263,6 +264,12 @@ def packer(kind: int, block_bytes: int):
     scale_bytes = packed.header_bytes + groups * packed.group_bytes
     decode, put = (inline(step) for step in _STEPS[kind])
     return _block_packer(kind, decode, put, columns, groups, block_bytes, quant_bytes, scale_bytes)
+
+
+def compile_packer(kind: int, block_bytes: int) -> None:
+    """Compile (or load) a packer ahead of its first call."""
+    raw = types.Array(types.uint8, 2, "C", readonly=True)
+    packer(kind, block_bytes).compile((raw, types.Array(types.uint8, 2, "C"), types.int64))
 
 
 def _float_packer(size: int):

@@ -67,7 +67,9 @@ def emit_load(builder, llvm_type, address, align=1):
 
 def emit_call(builder, name, result, arguments):
     """Call an LLVM intrinsic or C function of this name."""
-    fn = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+    fn = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
+    )
     return builder.call(fn, arguments)
 
 
@@ -234,7 +236,9 @@ round_to_ints = _make_unary(
 absolute = _make_unary(floats, floats, lambda b, x: emit_call(b, "llvm.fabs.v16f32", floats.ir, [x]))
 bits_of = _make_unary(ints, floats, lambda b, x: b.bitcast(x, ints.ir))
 float_of_bits = _make_unary(floats, ints, lambda b, x: b.bitcast(x, floats.ir))
-sum_ints = _make_unary(types.int32, ints, lambda b, x: emit_call(b, "llvm.vector.reduce.add.v16i32", I32, [x]))
+sum_ints = _make_unary(
+    types.int32, ints, lambda b, x: emit_call(b, "llvm.vector.reduce.add.v16i32", I32, [x])
+)
 
 
 def _emit_rint(builder, x):
@@ -396,7 +400,9 @@ def store_halfs(typing_context, address, value):
     """Store 16 floats as float16."""
 
     def emit(context, builder, sig, args):
-        builder.store(emit_float_to_half(builder, args[1]), builder.inttoptr(args[0], halfs.ir.as_pointer())).align = 1
+        builder.store(
+            emit_float_to_half(builder, args[1]), builder.inttoptr(args[0], halfs.ir.as_pointer())
+        ).align = 1
         return context.get_dummy_value()
 
     return types.void(types.int64, floats), emit

@@ -40,7 +40,9 @@ def atomic_add(typing_context, words, index, amount):
     """Add to a word and give what it held before."""
 
     def emit(context, builder, sig, args):
-        return builder.atomic_rmw("add", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst")
+        return builder.atomic_rmw(
+            "add", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst"
+        )
 
     return types.int64(words, types.int64, types.int64), emit
 
@@ -50,7 +52,9 @@ def atomic_swap(typing_context, words, index, value):
     """Set a word and give what it held before."""
 
     def emit(context, builder, sig, args):
-        return builder.atomic_rmw("xchg", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst")
+        return builder.atomic_rmw(
+            "xchg", _word(context, builder, sig.args[0], args[0], args[1]), args[2], "seq_cst"
+        )
 
     return types.int64(words, types.int64, types.int64), emit
 
@@ -127,5 +131,3 @@ def take(words, counter):
 def chunk_of(n_items, n_threads):
     """Items to take at a time: an eighth of a thread's fair share."""
     return max(1, n_items // (8 * n_threads))
-
-

@@ -14,22 +14,35 @@ from pathlib import Path
 import numpy as np
 
 from ropewalk.kernels import sync
-from ropewalk.kernels.forward import forward, serve_steps
+from ropewalk.kernels.forward import run_steps
 from ropewalk.kernels.jit import kernel
 
 
-def available_threads(cgroup: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """Threads that this process may really run at once, at least 1.
+def available_threads(
+    cgroup: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Threads that this process may really run at once, at least 1: the least of `thread_limits`."""
+    return max(1, min(thread_limits(cgroup, self_cgroup).values()))
 
-    The least of: the CPUs of its affinity mask, its cgroup's CPU quota (version 1 or 2) rounded down, and the
-    number of physical cores among its CPUs (two hyper-threads share one memory pipeline).
+
+def thread_limits(
+    cgroup: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")
+) -> dict[str, int]:
+    """What bounds the threads of this process, by name.
+
+    The CPUs of its affinity mask; the physical cores among them (two hyper-threads share one memory pipeline);
+    its cgroup's CPU quota (version 1 or 2), rounded down, if there is one.
     """
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    limits = [len(cpus), _physical_cores(cpus)]
+    cpus = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
+    limits = {"affinity": len(cpus), "physical cores": _physical_cores(cpus)}
     quota = _cgroup_quota(cgroup, self_cgroup)
     if quota is not None:
-        limits.append(int(quota))
-    return max(1, min(limits))
+        limits["cgroup quota"] = int(quota)
+    return limits
 
 
 def _physical_cores(cpus: list[int], root: Path = Path("/sys/devices/system/cpu")) -> int:
@@ -141,7 +154,7 @@ class Team:
         if self.n_threads > 1:
             ring(self._words)
             self._wake_sleepers()
-        forward(0, self.n_threads, self._words, *self._tables)
+        run_steps(0, self.n_threads, self._words, *self._tables, 0, 0)
 
     def close(self) -> None:
         """End the threads; harmless when called twice."""
@@ -165,7 +178,7 @@ def _serve(tid, n_threads, words, wake, tables):
     asleep = sync.ASLEEP + sync.LINE * tid
     bell = 0
     while not read_word(words, sync.STOP):
-        bell = serve_steps(tid, n_threads, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
+        bell = run_steps(tid, n_threads, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
         swap_word(words, asleep, 1)
         missed = read_word(words, sync.BELL) != bell or read_word(words, sync.STOP)
         if missed and swap_word(words, asleep, 0):

@@ -179,6 +179,7 @@ _UNPACK = {
 
 # ---- scales: (d, m, s0, s1)
 
+
 def _scale(p, g):
     d = load_halfs(p + 32 * g)
     return d, d, d, d

@@ -1,0 +1,153 @@
+"""The CPU backend on the default model: close to the reference, and the same bits on every path."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ropewalk.backend.base import StepBatch
+from ropewalk.backend.cpu import CpuBackend
+from ropewalk.checkpoint.gguf import open_gguf
+from ropewalk.errors import InvalidParameterError
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.reference import Reference
+
+TOKENS = np.random.default_rng(0).integers(0, 49152, 600).astype(np.int32)
+N = 40  # tokens whose bits are compared across processes
+
+
+def run(backend, cache, tokens, start=0, rows=None, table=None):
+    """Logits of `tokens` at positions `start` ... ; pages in order unless a table is given."""
+    n = len(tokens)
+    table = np.arange(cache.n_pages, dtype=np.int32) if table is None else table
+    rows = np.arange(n, dtype=np.int32) if rows is None else np.array(rows, np.int32)
+    positions = np.arange(start, start + n, dtype=np.int32)
+    batch = StepBatch(np.asarray(tokens, np.int32), positions, np.zeros(n, np.int32), table[None], rows)
+    return backend.forward(batch, cache).copy()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(smollm2):
+    with open_gguf(smollm2) as file:
+        yield file
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint):
+    return ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+
+
+@pytest.fixture(scope="module")
+def backend(checkpoint, config):
+    backend = CpuBackend(checkpoint, config, n_threads=2)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def whole(backend):
+    """Logits of the first tokens, from one prefill."""
+    return run(backend, backend.new_cache(40), TOKENS[:N])
+
+
+def test_close_to_the_float32_reference(backend, checkpoint, config, whole):
+    expected = Reference(config, checkpoint).logits(TOKENS[:N]).astype(np.float64)
+    p = expected - np.logaddexp.reduce(expected, -1, keepdims=True)
+    q = whole.astype(np.float64)
+    q -= np.logaddexp.reduce(q, -1, keepdims=True)
+    assert (np.exp(p) * (p - q)).sum(
+        -1
+    ).mean() < 1e-2  # random tokens; ordinary text gives 1.3e-3 (docs/fidelity.md)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 17])
+def test_the_size_of_a_prefill_chunk_changes_no_bit(backend, whole, chunk):
+    cache = backend.new_cache(40)
+    parts = [run(backend, cache, TOKENS[i : min(i + chunk, N)], i) for i in range(0, N, chunk)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_a_step_longer_than_one_pass_is_the_same_step(backend):
+    rows = [0, 300, 511, 512, 599]
+    long = run(backend, backend.new_cache(40), TOKENS, rows=rows)
+    cache = backend.new_cache(40)
+    short = [run(backend, cache, TOKENS[i : i + 100], i) for i in range(0, 600, 100)]
+    assert np.array_equal(long, np.concatenate(short)[rows])
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_the_number_of_threads_changes_no_bit(checkpoint, config, whole, n_threads):
+    backend = CpuBackend(checkpoint, config, n_threads=n_threads)
+    assert np.array_equal(run(backend, backend.new_cache(40), TOKENS[:N]), whole)
+    backend.close()
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 7, 16, 17])
+def test_neighbours_in_a_decode_batch_change_no_bit(backend, whole, n_sequences):
+    """Sequence s holds the first s + 1 tokens; then all take their next token in one step."""
+    cache = backend.new_cache(2 * n_sequences)
+    tables = np.random.default_rng(1).permutation(2 * n_sequences).astype(np.int32).reshape(-1, 2)
+    for s in range(n_sequences):
+        run(backend, cache, TOKENS[: s + 1], table=tables[s])
+    every = np.arange(n_sequences, dtype=np.int32)
+    batch = StepBatch(TOKENS[every + 1], every + 1, every, tables, every)
+    assert np.array_equal(backend.forward(batch, cache), whole[every + 1])
+
+
+ELSEWHERE = [
+    {"ROPEWALK_RUNG": "portable"},
+    {"NUMBA_CPU_NAME": "haswell"},
+    {"NUMBA_CPU_NAME": "skylake-avx512"},
+    {"NUMBA_CPU_NAME": "x86-64"},
+]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs")
+@pytest.mark.parametrize("environment", ELSEWHERE, ids=lambda e: "-".join(e.values()))
+def test_other_cpus_get_the_same_bits(smollm2, whole, environment):
+    """Compiled for older CPUs in a process of its own; K1: every level agrees, here to the last bit."""
+    code = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[2]); import test_cpu as t\n"
+        "file = t.open_gguf(sys.argv[1])\n"
+        "backend = t.CpuBackend(file, t.ModelConfig.from_gguf(file.metadata, file.tensors), n_threads=2)\n"
+        "logits = t.run(backend, backend.new_cache(40), t.TOKENS[: t.N])\n"
+        "print(hashlib.sha256(logits.tobytes()).hexdigest())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(smollm2), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == hashlib.sha256(whole.tobytes()).hexdigest()
+
+
+def test_k1_a_rung_that_cannot_be_used_is_refused(monkeypatch):
+    from ropewalk.kernels import cpu
+
+    for value, message in (("avx512", "allowed: vnni"), ("avxvnni", "usable here: avx2, portable")):
+        monkeypatch.setenv("ROPEWALK_RUNG", value)
+        monkeypatch.setattr(cpu, "cpu_features", lambda: frozenset({"avx2", "f16c", "fma"}))
+        cpu.choose_rung.cache_clear()
+        with pytest.raises(InvalidParameterError, match=message):
+            cpu.choose_rung()
+    monkeypatch.delenv("ROPEWALK_RUNG")
+    assert cpu.choose_rung().name == "avx2"
+    cpu.choose_rung.cache_clear()
+    monkeypatch.setattr(cpu, "cpu_features", frozenset)
+    assert cpu.choose_rung().name == "portable"
+    cpu.choose_rung.cache_clear()
+
+
+def test_a_cache_has_the_bytes_of_the_formula(backend, config):
+    cache = backend.new_cache(3)
+    assert cache.n_bytes == 3 * 16 * 2 * config.n_layers * config.n_kv_heads * config.head_dim * 2
+    with pytest.raises(InvalidParameterError, match="float16"):
+        backend.new_cache(1, "float8")

@@ -1,0 +1,111 @@
+"""Threads: how many (K2), idle, fork, end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ropewalk.kernels import team
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(team, "_physical_cores", lambda cpus: len(cpus))
+    (tmp_path / "self").write_text("0::/\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "expected"),
+    [("400000 100000", 4), ("765000 100000", 7), ("max 100000", 8), ("50000 100000", 1), ("junk", 8)],
+)
+def test_k2_cgroup_2_quota_rounds_down(eight_cpus, cpu_max, expected):
+    (eight_cpus / "cpu.max").write_text(cpu_max + "\n")
+    assert team.available_threads(eight_cpus, eight_cpus / "self") == expected
+
+
+def test_k2_the_least_limit_along_the_path_holds(eight_cpus):
+    inner = eight_cpus / "a" / "b"
+    inner.mkdir(parents=True)
+    (eight_cpus / "self").write_text("0::/a/b\n")
+    (eight_cpus / "a" / "cpu.max").write_text("300000 100000\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert team.available_threads(eight_cpus, eight_cpus / "self") == 3
+
+
+def test_k2_cgroup_1_quota(eight_cpus):
+    (eight_cpus / "cpu").mkdir()
+    (eight_cpus / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
+    (eight_cpus / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert team.available_threads(eight_cpus, eight_cpus / "self") == 2
+    (eight_cpus / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert team.available_threads(eight_cpus, eight_cpus / "self") == 8
+
+
+def test_k2_affinity_and_hyper_threads(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert team.available_threads(tmp_path, tmp_path / "none") <= 4
+    for cpu in range(4):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(
+            f"{cpu % 2},{cpu % 2 + 2}\n"
+        )
+    assert team._physical_cores([0, 1, 2, 3], tmp_path) == 2
+    assert team._physical_cores([0, 1, 7], tmp_path) == 3
+
+
+LIFE = """
+import os, sys, time
+import numpy as np
+from ropewalk.backend.base import StepBatch
+from ropewalk.backend.cpu import CpuBackend
+from ropewalk.checkpoint.gguf import open_gguf
+from ropewalk.model.config import ModelConfig
+file = open_gguf(sys.argv[1])
+backend = CpuBackend(file, ModelConfig.from_gguf(file.metadata, file.tensors), n_threads=2)
+cache = backend.new_cache(1)
+one = np.zeros(1, np.int32)
+def step():
+    return backend.forward(StepBatch(one, one, one, one[None], one), cache).copy()
+first = step()
+"""
+
+
+def live(model: Path, code: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", LIFE + code, str(model)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_an_idle_team_uses_no_cpu(smollm2):
+    used = live(
+        smollm2, "time.sleep(0.3); a = time.process_time(); time.sleep(0.5); print(time.process_time() - a)"
+    )
+    assert float(used) < 0.01
+
+
+def test_a_team_wakes_with_the_same_bits(smollm2):
+    assert live(smollm2, "time.sleep(0.3); print(np.array_equal(step(), first))") == "True"
+
+
+def test_a_forked_process_gets_threads_of_its_own(smollm2):
+    code = """
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if np.array_equal(step(), first) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), np.array_equal(step(), first))
+"""
+    assert live(smollm2, code) == "0 True"
+
+
+@pytest.mark.parametrize(
+    "end", ["raise SystemExit(0)", "sys.stdout.flush(); del backend", "backend.close(); backend.close()"]
+)
+def test_the_interpreter_ends_without_a_hang(smollm2, end):
+    assert live(smollm2, end) == ""
