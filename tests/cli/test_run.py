@@ -25,6 +25,10 @@ def test_the_answer_on_stdout_the_speed_on_stderr(ropewalk, llm):
     assert llm.closed
 
 
+def test_no_seed_is_told_where_none_was_used(ropewalk, llm):
+    assert "seed" not in ropewalk("run", "m", "Hi", "--temperature", "0").stderr
+
+
 def test_quiet_tells_nothing(ropewalk, llm):
     assert ropewalk("run", "m", "Hi", "-q").stderr == ""
 

@@ -9,6 +9,7 @@ from ropewalk.cli.console import write
 
 if TYPE_CHECKING:
     from ropewalk.outputs import RequestOutput, StreamChunk
+    from ropewalk.params import SamplingParams
 
 
 def print_stream(chunks: Iterable[StreamChunk]) -> RequestOutput | None:
@@ -27,8 +28,8 @@ def print_stream(chunks: Iterable[StreamChunk]) -> RequestOutput | None:
     return output
 
 
-def speed_line(output: RequestOutput) -> str:
-    """What an answer cost, in one line."""
+def speed_line(output: RequestOutput, params: SamplingParams) -> str:
+    """What an answer cost, in one line, with the seed if one mattered."""
     t = output.timings
     parts = [f"prefill {t.prompt_tokens} tokens, {t.prefill_tps:.1f} tok/s"]
     if t.generated_tokens > 1:
@@ -36,7 +37,8 @@ def speed_line(output: RequestOutput) -> str:
     parts.append(f"first token after {t.time_to_first_token_s:.2f} s")
     if output.finish_reason == "length":
         parts.append(f"cut after {t.generated_tokens} tokens")
-    parts.append(f"seed {output.seed}")
+    if not params.greedy:
+        parts.append(f"seed {output.seed}")
     return " | ".join(parts)
 
 

@@ -171,7 +171,7 @@ class Conversation:
             why = "the context is full: /reset starts afresh" if full else "/set max-tokens N allows more"
             tell(f"(cut after {output.timings.generated_tokens} tokens; {why})")
         if self.speed:
-            tell(speed_line(output))
+            tell(speed_line(output, self.params))
 
 
 def parse_value(text: str) -> object:

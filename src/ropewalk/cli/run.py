@@ -67,7 +67,7 @@ def run(
             return
         output = print_stream(llm.stream_chat(messages, params) if use_chat else llm.stream(text, params))
     if output is not None and not quiet:
-        tell(speed_line(output))
+        tell(speed_line(output, params))
 
 
 def model_and_prompt(model: str | None, prompt: str | None) -> tuple[str, str | None]:
