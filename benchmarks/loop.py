@@ -1,60 +1,78 @@
 """What the KV cache saves: the same generation with and without it, one time for each token.
 
-    python benchmarks/loop.py [MODEL] [--tokens 192] [--every 16]
+    python benchmarks/loop.py [MODEL] [--tokens 192] [--every 16] [--repeats 3]
 
 Without the cache, each new token needs the keys and values of the whole sequence again, so n tokens cost
 n (n + 1) / 2 token passes beside n with it. The two runs must give the same tokens; the command fails if they
-do not. Prints a Markdown table: time of the n-th token and of all n tokens, both ways.
+do not. Prints a Markdown table: time of the n-th token (mean of the 8 up to it) and of all n tokens, both
+ways. Each token's time is the median of the repeats, which take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import statistics
 import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 from ropewalk import LLM, SamplingParams
+from ropewalk.kernels.team import available_threads
 
 
-def timed(model: str, n_tokens: int, *, kv_cache: bool) -> tuple[list[int], list[float]]:
-    """Greedy tokens after a one-token prompt, and the seconds that each took."""
-    with LLM(model, context_length=n_tokens + 1, max_batch=1, kv_cache=kv_cache) as llm:
-        params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
-        prompt = llm.encode("Once")[-1:]
-        llm.generate(
-            [prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        )  # compile, warm up
-        tokens, times = [], []
-        last = time.perf_counter()
-        for chunk in llm.stream(prompt, params):
-            now = time.perf_counter()
-            tokens.append(chunk.token_id)
-            times.append(now - last)
-            last = now
+def timed(llm: LLM, prompt: list[int], n_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens, and the seconds that each took."""
+    tokens, times = [], []
+    last = time.perf_counter()
+    for chunk in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)):
+        now = time.perf_counter()
+        tokens.append(chunk.token_id)
+        times.append(now - last)
+        last = now
     return tokens, times
+
+
+def both(model: str, n_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Median seconds of each token with a cache and without; ends the program if the tokens differ."""
+    rounds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    with ExitStack() as stack:
+        llms = [
+            stack.enter_context(LLM(model, context_length=n_tokens + 1, max_batch=1, kv_cache=kv_cache))
+            for kv_cache in (True, False)
+        ]
+        prompt = llms[0].encode("Once")[-1:]
+        for llm in llms:
+            timed(llm, prompt, 8)  # compile, warm up
+        for _ in range(repeats):
+            runs = [timed(llm, prompt, n_tokens) for llm in llms]
+            if runs[0][0] != runs[1][0]:
+                sys.exit(f"the two runs differ: {runs[0][0]} and {runs[1][0]}")
+            for times, run in zip(rounds, runs, strict=True):
+                times.append(run[1])
+    with_cache, without = (
+        [statistics.median(token) for token in zip(*times, strict=True)] for times in rounds
+    )
+    return with_cache, without
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--every", type=int, default=16, help="lines of the table")
+    parser.add_argument("--every", type=int, default=16, help="a line of the table for every so many tokens")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
 
-    tokens, cached = timed(options.model, options.tokens, kv_cache=True)
-    again, recomputed = timed(options.model, options.tokens, kv_cache=False)
-    if tokens != again:
-        first = next(i for i, (a, b) in enumerate(zip(tokens, again, strict=True)) if a != b)
-        sys.exit(f"the two runs differ from token {first} on: {tokens[first]} and {again[first]}")
-
-    print(f"{options.model}, {len(tokens)} tokens, Python {platform.python_version()}, {platform.machine()}.")
-    print("Both runs gave the same tokens.\n")
-    print("| n | n-th token, cache | n-th token, none | n tokens, cache | n tokens, none | passes | ratio |")
+    cached, recomputed = both(options.model, options.tokens, options.repeats)
+    print(f"{Path(options.model).name}, {available_threads()} threads, {platform.machine()}.")
+    print("Both ways gave the same tokens.\n")
+    print("| n | n-th token, cache | n-th token, none | n tokens, cache | n tokens, none | passes | times |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    for n in range(options.every, len(tokens) + 1, options.every):
-        window = slice(n - min(8, options.every), n)  # the mean of a few neighbours: one token is noise
-        with_ms, without_ms = (1e3 * sum(t[window]) / len(t[window]) for t in (cached, recomputed))
+    for n in range(options.every, options.tokens + 1, options.every):
+        window = slice(max(0, n - 8), n)  # the mean of a few neighbours: one token is noise
+        with_ms, without_ms = (1e3 * statistics.mean(times[window]) for times in (cached, recomputed))
         with_s, without_s = sum(cached[:n]), sum(recomputed[:n])
         print(
             f"| {n} | {with_ms:.1f} ms | {without_ms:.1f} ms | {with_s:.2f} s | {without_s:.2f} s "

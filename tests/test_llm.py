@@ -351,6 +351,26 @@ class TestFailures:
         assert idle(llm)
         assert llm.generate("a", SEEDED)[0].text == toy_llm().generate("a", SEEDED)[0].text
 
+    def test_ctrl_c_between_a_step_and_its_text_costs_the_neighbours_nothing(self, monkeypatch):
+        llm = toy_llm()
+        mine = llm.stream("a", SEEDED)
+        before = [next(mine)]
+        other = llm.stream("b", SEEDED)
+        next(other)
+
+        def interrupted_after_it():
+            monkeypatch.undo()
+            llm._engine.step()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm._engine, "step", interrupted_after_it)
+        with pytest.raises(KeyboardInterrupt):
+            next(other)
+        chunks = before + list(mine)
+        (expected,) = toy_llm().generate("a", SEEDED)
+        assert [chunk.token_id for chunk in chunks] == expected.token_ids
+        assert idle(llm)
+
     def test_a_fault_in_decoding_fails_its_request_alone(self):
         class Faulty(ToyTokenizer):
             def token_bytes(self, i):

@@ -402,8 +402,9 @@ class LLM:
         """Advance everything by one step, for the sake of one generation that has not ended."""
         n_taken = generation.n_taken
         with self._lock:
+            generation.advance(self._engine)  # what is left of a step, if an interrupt came just after it
             if generation.ended or generation.n_taken > n_taken:
-                return  # another thread has done it
+                return  # so it was, or another thread has done it
             self._check_open()
             if generation.request.finish_reason == "abort":
                 raise GenerationError(
