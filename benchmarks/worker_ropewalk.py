@@ -7,9 +7,8 @@ import json
 import os
 import sys
 
-from ropewalk.kernels.bandwidth import measure_read_bandwidth
-
 from ropewalk import LLM, SamplingParams, __version__
+from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.cpu import choose_rung
 
 answers = os.fdopen(os.dup(1), "w")
