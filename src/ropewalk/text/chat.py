@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-NO_TEMPLATE = (
-    "the model has no chat template: it is a base model, or its file lacks one; give it a plain prompt"
-)
-
 
 class _Encoder(Protocol):
     add_bos: bool
@@ -54,7 +50,7 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "ChatTemplate | None":
-        """Return the template in GGUF metadata, or None where there is none (see `NO_TEMPLATE`)."""
+        """Return the template in GGUF metadata, or None where there is none, as in a base model."""
         source = metadata.get("tokenizer.chat_template")
         if source is None:
             return None
