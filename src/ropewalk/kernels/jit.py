@@ -90,7 +90,7 @@ source_hash_once = cache(source_hash)
 
 
 class _CacheImpl(CompileResultCacheImpl):
-    _locator_classes = (_Locator,)
+    _locator_classes = [_Locator]  # noqa: RUF012 (Numba's own type)
 
 
 class _KernelCache(FunctionCache):
@@ -149,9 +149,8 @@ def worker(signature: Any) -> Callable[[Callable[..., Any]], int]:
         from numba.core import sigutils
         from numba.core.ccallback import CFunc
 
-        compiled = CFunc(
-            py_func, sigutils.normalize_signature(signature), locals={}, options={"error_model": "numpy"}
-        )
+        options = {"error_model": "numpy"}
+        compiled: Any = CFunc(py_func, sigutils.normalize_signature(signature), locals={}, options=options)
         compiled._cache = _KernelCache(py_func)
         compiled.compile()
         _keep.append(compiled)
