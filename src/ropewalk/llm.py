@@ -26,7 +26,7 @@ from ropewalk.engine.request import Request
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
 from ropewalk.params import SamplingParams
-from ropewalk.text.chat import NO_TEMPLATE, encode_chat
+from ropewalk.text.chat import encode_chat
 from ropewalk.text.stream import StreamDecoder
 
 if TYPE_CHECKING:
@@ -344,7 +344,9 @@ class LLM:
 
     def _render(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> _Rendered:
         if self.chat_template is None:
-            raise TemplateError(NO_TEMPLATE)
+            raise TemplateError(
+                "the model has no chat template: it is a base model, or its file lacks one; give it a plain prompt"
+            )
         text = self.chat_template.render(messages, tools=tools)
         return _Rendered(text, encode_chat(self.tokenizer, text))
 
