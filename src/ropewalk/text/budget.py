@@ -16,7 +16,7 @@ from typing import cast
 from jinja2.utils import Namespace
 
 MAX_STEPS = 1_000_000  # loop turns, calls, filters, elements looked at
-MAX_CHARACTERS = 64_000_000  # of all strings made on the way, not only of the result
+MAX_CHARACTERS = 32_000_000  # of all strings made on the way, not only of the result
 MAX_SECONDS = 5.0
 MAX_NUMBER_BITS = 4096
 _CHARACTERS_READ_PER_MADE = 8
@@ -64,22 +64,27 @@ def spend(steps: int = 1, characters: int = 0) -> None:
     _current.get().spend(steps, characters)
 
 
-def pay_for(value: object, *, copied: bool = False) -> None:
+def pay_for(value: object, *, copied: bool = False) -> int:
     """Pay for reading a value all the way down: a step an element, and a share of the characters of strings.
 
-    With `copied` the text of the value ends up in a new string, and every character counts.
+    With `copied` the text of the value ends up in a new string, and every character counts. Returns the number
+    of characters.
     """
+    total = 0
     budget, share = _current.get(), 1 if copied else _CHARACTERS_READ_PER_MADE
     rest: list[Iterator[object]] = [iter((value,))]
     while rest:
         for item in rest[-1]:
-            budget.spend(1, _length(item) // share)
+            length = _length(item)
+            budget.spend(1, length // share)
+            total += length
             inner = _inside(item)
             if inner is not None:
                 rest.append(inner)
                 break
         else:
             rest.pop()
+    return total
 
 
 def _length(value: object) -> int:

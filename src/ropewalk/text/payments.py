@@ -51,6 +51,9 @@ METHODS: dict[type, frozenset[str]] = {
     float: frozenset(["is_integer"]),
 }
 # fmt: on
+# Methods of strings that are paid for by what their arguments ask for.
+_LONG_RESULTS = frozenset(["center", "join", "ljust", "replace", "rjust", "rsplit", "split", "zfill"])
+_PIECE_BYTES = 50  # what a short string takes
 
 
 def paying_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +78,10 @@ def _paying(function: Callable[..., Any], check: _Check | None) -> Callable[...,
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             check(bound.arguments)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if isinstance(result, (str, list)):
+            spend(0, _size(result))
+        return result
 
     return paying
 
@@ -105,7 +111,13 @@ def _pay_for_replace(text: object, old: object, new: object) -> None:
 def _pay_for_indent(a: Mapping[str, Any]) -> None:
     width = a["width"]
     lines = str(a["s"]).count("\n") + 1
-    spend(1, lines * (len(width) if isinstance(width, str) else _width(width)))
+    spend(1, lines * (_PIECE_BYTES + (len(width) if isinstance(width, str) else _width(width))))
+
+
+def _pay_for_pieces(text: object) -> None:
+    """Pay for cutting a text into words or lines (half of its characters at most), or into characters."""
+    if isinstance(text, str):
+        spend(1, len(text) * 4)
 
 
 def _pay_for_join(separator: object, items: object) -> None:
@@ -117,13 +129,13 @@ _WIDE_PERCENT = re.compile(r"%(?:\(.*?\))?[#0\- +]*(?:\*|\d{4}|\d*\.(?:\*|\d{4})
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\{|\d{4})")
 
 
-def _check_format(text: str, wide: re.Pattern[str]) -> None:
-    """Refuse fields wider than 999, and widths that are themselves arguments."""
+def _pay_for_format(text: str, arguments: object, wide: re.Pattern[str]) -> None:
+    """Refuse fields wider than 999, and widths that are arguments; any field may show all of the arguments."""
     if len(text) > MAX_FORMAT_CHARACTERS or wide.search(text.replace("{{", "").replace("}}", "")):
         raise SecurityError(
             f"format fields are at most {MAX_FIELD_WIDTH} wide, and their width is a plain number"
         )
-    spend(1, (text.count("%") + text.count("{")) * MAX_FIELD_WIDTH + len(text))
+    spend(1, (text.count("%") + text.count("{")) * (MAX_FIELD_WIDTH + pay_for(arguments)) + len(text))
 
 
 def _check_round(a: Mapping[str, Any]) -> None:
@@ -146,17 +158,19 @@ _FILTER_CHECKS: dict[str, _Check] = {
     "indent": _pay_for_indent,
     "replace": lambda a: _pay_for_replace(a["s"], a["old"], a["new"]),
     "join": lambda a: _pay_for_join(a["d"], a["value"]),
-    "format": lambda a: _check_format(str(a["value"]), _WIDE_PERCENT),
+    "format": lambda a: _pay_for_format(str(a["value"]), [a["args"], a["kwargs"]], _WIDE_PERCENT),
     "batch": lambda a: spend(_width(a["linecount"])),
     "slice": lambda a: spend(_width(a["slices"])),
     "round": _check_round,
     "sum": _check_sum,
     "int": _check_int,
+    **dict.fromkeys(("wordcount", "title"), lambda a: _pay_for_pieces(a["s"])),
+    **dict.fromkeys(("striptags", "list", "sort", "groupby"), lambda a: _pay_for_pieces(a["value"])),
     "truncate": lambda a: spend(1, len(str(a["end"]))),
 }
 
 
-def check_method(method: Any, args: tuple[Any, ...]) -> None:
+def check_method(method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse methods that are not listed, and pay for those that make long text."""
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     owner_type = owner if isinstance(owner, type) else type(owner)
@@ -168,14 +182,20 @@ def check_method(method: Any, args: tuple[Any, ...]) -> None:
     if not isinstance(owner, str):
         return
     pay_for(owner)
-    if name in ("center", "ljust", "rjust", "zfill"):
+    if name in ("format", "format_map"):
+        _pay_for_format(owner, [args, kwargs], _WIDE_BRACES)
+    elif kwargs and name in _LONG_RESULTS:
+        raise SecurityError(f"the method {name!r} takes its arguments by position in chat templates")
+    elif name in ("split", "rsplit") and args and isinstance(args[0], str):
+        spend(1, _PIECE_BYTES * owner.count(args[0] or " "))
+    elif name in ("split", "rsplit", "splitlines"):
+        _pay_for_pieces(owner)
+    elif name in ("center", "ljust", "rjust", "zfill"):
         spend(1, max(map(_width, args), default=0))
     elif name == "replace" and len(args) >= 2:
         _pay_for_replace(owner, args[0], args[1])
     elif name == "join" and args:
         _pay_for_join(owner, args[0])
-    elif name in ("format", "format_map"):
-        _check_format(owner, _WIDE_BRACES)
 
 
 def check_binop(operator: str, left: Any, right: Any) -> None:
@@ -189,8 +209,7 @@ def check_binop(operator: str, left: Any, right: Any) -> None:
         if isinstance(times, int) and isinstance(many, (str, list, tuple)):
             spend(1, _size(many) * max(times, 0))
     elif operator == "%" and isinstance(left, str):
-        pay_for(right, copied=True)
-        _check_format(left, _WIDE_PERCENT)
+        _pay_for_format(left, right, _WIDE_PERCENT)
     elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
         spend(1, _size(left) + _size(right))
 

@@ -193,9 +193,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif not isinstance(__obj, Macro):  # macros only pass their arguments on
             args = tuple(map(paid_argument, args))
             kwargs = {name: paid_argument(value) for name, value in kwargs.items()}
-            check_method(
-                getattr(__obj, "__wrapped__", __obj), args
-            )  # str.format comes wrapped by the sandbox
+            method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped by the sandbox
+            check_method(method, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, (str, list)):
             pay_for(result, copied=True)
