@@ -130,6 +130,7 @@ def test_start_and_end_tokens_come_from_the_metadata():
         ("{{ messages[0]['content'][0] }}{{ messages[-1].content[:1] }}{{ messages | length }}", "HH1"),
         ("{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}", "<s></s>TrueTrueTrue"),
         ("{{ enable_thinking }}", "yes"),
+        ("{% for x in ['a b', 'c'] %}{{ '-'.join(x.split(' ')) }}{{ x.replace('c', 'd') }}{{ '{}'.format(x) }};{% endfor %}", "a-ba ba b;cdc;"),
         ("{{ 'a b' | title }}{{ 'a b' | wordcount }}{{ '<b>x</b>' | striptags }}{{ [2, 1] | sort }}{{ 'ab' | list }}", "A B2x[1, 2]['a', 'b']"),
         ("{{ [{'a': 1}] | groupby('a') | length }}{{ [1, 2, 3] | batch(2) | list }}{{ [1, 2, 3] | slice(2) | list }}", "1[[1, 2], [3]][[1, 2], [3]]"),
         ("{{ 2.567 | round(1) }}{{ [1, 2] | sum }}{{ '12' | int }}{{ 'abcdef' | truncate(3, true, '', 0) }}{{ 'a,b'.split(',') }}", "2.6312abc['a', 'b']"),

@@ -68,6 +68,8 @@ def paying_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _paying(function: Callable[..., Any], check: _Check | None) -> Callable[..., Any]:
     signature = inspect.signature(function) if check else None
+    # Jinja hands some of its filters a context that the function behind them does not take.
+    extra = int(_takes_context(function) and not _takes_context(inspect.unwrap(function)))
 
     @functools.wraps(function)
     def paying(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +77,7 @@ def _paying(function: Callable[..., Any], check: _Check | None) -> Callable[...,
         args = tuple(map(paid_argument, args))
         kwargs = {key: paid_argument(value) for key, value in kwargs.items()}
         if check and signature:
-            bound = signature.bind(*args, **kwargs)
+            bound = signature.bind(*args[extra:], **kwargs)
             bound.apply_defaults()
             check(bound.arguments)
         result = function(*args, **kwargs)
@@ -84,6 +86,10 @@ def _paying(function: Callable[..., Any], check: _Check | None) -> Callable[...,
         return result
 
     return paying
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    return hasattr(function, "jinja_pass_arg")
 
 
 def _stepping(function: Callable[..., Any]) -> Callable[..., Any]:

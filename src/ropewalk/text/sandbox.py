@@ -35,6 +35,10 @@ from ropewalk.text.budget import Metered, paid_argument, pay_for, spend
 from ropewalk.text.payments import FILTERS, check_binop, check_method, paying_filter, paying_test
 
 MAX_SOURCE_CHARACTERS = 131_072
+_HANDED_ON = {
+    "_loop_vars",
+    "_block_vars",
+}  # keyword arguments that Jinja adds to every call in a loop or block
 
 
 class RaisedByTemplateError(Exception):
@@ -192,9 +196,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = tuple(Metered(arg) if isinstance(arg, Iterable) else arg for arg in args)
         elif not isinstance(__obj, Macro):  # macros only pass their arguments on
             args = tuple(map(paid_argument, args))
-            kwargs = {name: paid_argument(value) for name, value in kwargs.items()}
+            given = {name: paid_argument(kwargs[name]) for name in kwargs.keys() - _HANDED_ON}
+            kwargs |= given
             method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped by the sandbox
-            check_method(method, args, kwargs)
+            check_method(method, args, given)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, (str, list)):
             pay_for(result, copied=True)
