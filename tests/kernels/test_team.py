@@ -109,3 +109,30 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), np.array_equal(step(), f
 )
 def test_the_interpreter_ends_without_a_hang(smollm2, end):
     assert live(smollm2, end) == ""
+
+
+def test_a_crowded_team_shrinks_and_tries_again(monkeypatch):
+    """Steps spent waiting at barriers shrink the team; after a pause the full team is tried, ever more rarely."""
+    clock = [0.0]
+    monkeypatch.setattr(team.time, "monotonic", lambda: clock[0])
+    crowding = team._Crowding(2)
+    assert crowding.team_size() == 2
+    crowding.note(2, 10, 100)  # a short wait is nothing
+    assert crowding.team_size() == 2
+    for _ in range(5):
+        crowding.note(2, 90, 100)
+    assert crowding.team_size() == 1
+    pauses = []
+    for _ in range(8):
+        start = clock[0]
+        while crowding.team_size() == 1:
+            clock[0] += 0.05
+        pauses.append(clock[0] - start)
+        crowding.note(2, 90, 100)  # still crowded
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(team._Crowding.LONGEST_PAUSE_S, abs=0.1)
+    while crowding.team_size() == 1:
+        clock[0] += 0.05
+    for _ in range(10):
+        crowding.note(2, 0, 100)  # the neighbour has gone
+    assert crowding.team_size() == 2

@@ -37,7 +37,7 @@ from ropewalk.kernels.simd import (
     store_halfs,
     store_u16,
 )
-from ropewalk.kernels.sync import BELL, STOP, atomic_load, barrier, chunk_of, take, wait_while
+from ropewalk.kernels.sync import ACTIVE, BELL, STOP, atomic_load, barrier, chunk_of, take, wait_while
 from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Matrix, Q, V
 
 READS_BYTES, READS_FLOATS = 1, 2
@@ -298,40 +298,40 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     _product(n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
     _product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
     _product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     _rotate_and_store(n_threads, words, job, layer, number)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     _attend(tid, n_threads, words, job, layer, number)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     _attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
-    barrier(words, n_threads)
-    _branch_end(n_threads, words, job, matrices[base + OUT], layer[Layer.POST_ATTN_NORM])
+    barrier(tid, words, n_threads)
+    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.POST_ATTN_NORM])
 
 
 @inline
-def _feed_forward_block(n_threads, words, job, layer, matrices, number):
+def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     """The second half of a layer; its input is in the tiles, its output is added to X or left in Y."""
     n_tokens, stride = job[Job.N_TOKENS], 4 * job[Job.FFN]
     base = MATRICES_PER_LAYER * number
     _product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
     _product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     _activated_to_tiles(n_threads, words, job, layer[Layer.DOWN_INPUT])
-    barrier(words, n_threads)
-    _branch_end(n_threads, words, job, matrices[base + DOWN], layer[Layer.POST_FFN_NORM])
+    barrier(tid, words, n_threads)
+    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.POST_FFN_NORM])
 
 
 @inline
-def _branch_end(n_threads, words, job, matrix, post_norm):
+def _branch_end(tid, n_threads, words, job, matrix, post_norm):
     """The last product of a branch: added to X, or put into Y where a norm follows."""
     stride = 4 * job[Job.HIDDEN]
     y = job[Job.Y] if post_norm != 0 else job[Job.X]
     _product(n_threads, words, 0, job, matrix, job[Job.N_TOKENS], y, stride, 1 if post_norm == 0 else 0)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
 
 
 @inline
-def _logits(n_threads, words, job, matrix):
+def _logits(tid, n_threads, words, job, matrix):
     """Output norm and output matrix for the wanted rows."""
     n_logits, hidden = job[Job.N_LOGITS], job[Job.HIDDEN]
     eps = load_f32(job[Job.CONSTANTS])
@@ -343,9 +343,9 @@ def _logits(n_threads, words, job, matrix):
         )
         norm_to_tile(x, job[Job.OUTPUT_NORM], hidden, eps, as_bytes, True, as_floats, tile, place)
         row = take(words, 0)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     _product(n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)
-    barrier(words, n_threads)
+    barrier(tid, words, n_threads)
     cap = load_f32(job[Job.CONSTANTS] + 12)
     if cap > _ZERO:
         row = take(words, 0)
@@ -354,7 +354,7 @@ def _logits(n_threads, words, job, matrix):
                 at = job[Job.LOGITS] + job[Job.LOGIT_STRIDE] * row + i
                 store_floats(at, soft_cap(load_floats(at), cap))
             row = take(words, 0)
-        barrier(words, n_threads)
+        barrier(tid, words, n_threads)
 
 
 @inline
@@ -368,7 +368,7 @@ def forward(tid, n_threads, words, job, layers, matrices):
     for number in range(n_layers):
         layer = layers[number]
         _normalise(n_threads, words, job, post_norm, layer[Layer.ATTN_NORM], layer[Layer.QKV_INPUT], True)
-        barrier(words, n_threads)
+        barrier(tid, words, n_threads)
         _attention_block(tid, n_threads, words, job, layer, matrices, number)
         _normalise(
             n_threads,
@@ -379,27 +379,28 @@ def forward(tid, n_threads, words, job, layers, matrices):
             layer[Layer.FFN_INPUT],
             False,
         )
-        barrier(words, n_threads)
-        _feed_forward_block(n_threads, words, job, layer, matrices, number)
+        barrier(tid, words, n_threads)
+        _feed_forward_block(tid, n_threads, words, job, layer, matrices, number)
         post_norm = layer[Layer.POST_FFN_NORM]
     if post_norm != 0:
         _normalise(n_threads, words, job, post_norm, 0, 0, False)
-        barrier(words, n_threads)
+        barrier(tid, words, n_threads)
     if n_logits > 0:
-        _logits(n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])
+        _logits(tid, n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])
 
 
 @kernel
-def run_steps(tid, n_threads, words, job, layers, matrices, bell, patience):
+def run_steps(tid, words, job, layers, matrices, bell, patience):
     """Run one step (`patience` = 0), or every step that is rung for until nothing happened for `patience` looks.
 
     Parameters
     ----------
-    tid, n_threads : int
-        This thread's number, and the size of the team.
+    tid : int
+        This thread's number.
     words : int64 [...]
-        The team's shared words (`kernels.sync`). The caller of a step rings by adding to the BELL word; a STOP
-        word that is not 0 ends the service.
+        The team's shared words (`kernels.sync`). The caller of a step sets ACTIVE, the number of threads that take
+        part, and rings by adding to BELL; a STOP that is not 0 ends the service. A thread whose number is not below
+        ACTIVE returns.
     job, layers, matrices : int64 [...], int64 [n_layers, ...], int64 [7 * n_layers + 1, ...]
         See `kernels.tables`.
     bell : int
@@ -416,6 +417,9 @@ def run_steps(tid, n_threads, words, job, layers, matrices, bell, patience):
             if now == bell or atomic_load(words, STOP) != 0:
                 return bell
             bell = now
+        n_threads = atomic_load(words, ACTIVE)
+        if tid >= n_threads:
+            return bell
         forward(tid, n_threads, words, job, layers, matrices)
         if patience == 0:
             return bell
@@ -425,4 +429,4 @@ def compile_steps() -> None:
     """Compile (or load) `run_steps` ahead of its first call."""
     table = types.Array(types.int64, 2, "C")
     row = types.Array(types.int64, 1, "C")
-    run_steps.compile((types.int64, types.int64, row, row, table, table, types.int64, types.int64))
+    run_steps.compile((types.int64, row, row, table, table, types.int64, types.int64))

@@ -6,6 +6,7 @@ process takes less. A thread that waits spins for a moment, then yields its core
 """
 
 import platform
+import time
 
 import numpy as np
 from llvmlite import ir
@@ -17,7 +18,11 @@ from ropewalk.kernels.simd import I32, emit_call
 
 LINE = 8
 ARRIVED, GENERATION, BELL, STOP = (LINE * i for i in range(4))
-COUNTERS = LINE * 4  # three counters, so that three products can run between two barriers
+ACTIVE = LINE * 4  # members that take part in the step
+WAITED = (
+    LINE * 5
+)  # ns that member 0 has waited at barriers, beyond short spins; the next two words are its clock
+COUNTERS = LINE * 6  # three counters, so that three products can run between two barriers
 N_COUNTERS = 3
 ASLEEP = COUNTERS + LINE * N_COUNTERS  # one word a thread
 SPINS_BEFORE_YIELD = 4096
@@ -95,10 +100,10 @@ def yield_core(typing_context):
 
 @inline
 def wait_while(words, index, value, limit):
-    """Wait until a word is no longer `value`, or for `limit` looks (0: for ever); gives what it holds."""
+    """Wait until a word is no longer `value`, or for `limit` looks; gives what it holds."""
     looks = 0
     seen = atomic_load(words, index)
-    while seen == value and (limit == 0 or looks < limit):
+    while seen == value and looks < limit:
         if looks < SPINS_BEFORE_YIELD:
             relax()
         else:
@@ -108,17 +113,39 @@ def wait_while(words, index, value, limit):
     return seen
 
 
+@intrinsic
+def _read_clock(typing_context, words, index):
+    """Write seconds and nanoseconds of POSIX's monotonic clock to two words."""
+
+    def emit(context, builder, sig, args):
+        at = _word(context, builder, sig.args[0], args[0], args[1])
+        emit_call(builder, "clock_gettime", I32, [I32(time.CLOCK_MONOTONIC), at])
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64), emit
+
+
 @inline
-def barrier(words, n_threads):
-    """Wait for the whole team; the last to arrive resets the work counters."""
+def _now(words):
+    _read_clock(words, WAITED + 1)
+    return words[WAITED + 1] * 1_000_000_000 + words[WAITED + 2]
+
+
+@inline
+def barrier(tid, words, n_threads):
+    """Wait for the whole team; the last to arrive resets the work counters. Member 0 keeps account of long waits."""
     generation = atomic_load(words, GENERATION)
     if atomic_add(words, ARRIVED, 1) == n_threads - 1:
         for c in range(N_COUNTERS):
             atomic_swap(words, COUNTERS + LINE * c, 0)
         atomic_swap(words, ARRIVED, 0)
         atomic_add(words, GENERATION, 1)
-    else:
-        wait_while(words, GENERATION, generation, 0)
+    elif wait_while(words, GENERATION, generation, SPINS_BEFORE_YIELD) == generation:
+        start = _now(words) if tid == 0 else 0
+        while atomic_load(words, GENERATION) == generation:
+            yield_core()
+        if tid == 0:
+            words[WAITED] += _now(words) - start
 
 
 @inline

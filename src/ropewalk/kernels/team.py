@@ -8,6 +8,7 @@ idle model uses no CPU. Knows nothing of models: a team is given the tables of `
 import atexit
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -114,6 +115,42 @@ def read_word(words, index):
     return sync.atomic_load(words, index)
 
 
+class _Crowding:
+    """Notices that other processes hold some of our cores, and makes do with fewer threads for a while.
+
+    At a barrier everybody waits for the thread whose core was taken away, often for a whole time slice. When most of
+    the last steps went by in such waits, fewer threads are faster; the full team is tried again after a pause that
+    doubles up to `LONGEST_PAUSE_S`. Results do not depend on the number of threads.
+    """
+
+    CROWDED = 0.3  # share of the time waited, above which a smaller team is tried
+    LONGEST_PAUSE_S = 4.0
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self._waiting = 0.0  # running mean of the share of time waited
+        self._pause_s = 0.25
+        self._alone_until = 0.0
+
+    def team_size(self) -> int:
+        if self._waiting <= self.CROWDED:
+            return self.n_threads
+        if time.monotonic() < self._alone_until:
+            return max(1, self.n_threads // 2)
+        self._waiting = self.CROWDED  # try the full team: the next steps decide
+        return self.n_threads
+
+    def note(self, active: int, waited_ns: int, elapsed_ns: int) -> None:
+        if active < self.n_threads or elapsed_ns <= 0:
+            return
+        self._waiting += 0.3 * (waited_ns / elapsed_ns - self._waiting)
+        if self._waiting > self.CROWDED:
+            self._alone_until = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, self.LONGEST_PAUSE_S)
+        elif self._waiting < self.CROWDED / 3:
+            self._pause_s = 0.25
+
+
 class Team:
     """`n_threads` threads, the caller included, over one set of tables.
 
@@ -133,12 +170,13 @@ class Team:
 
     def _start(self) -> None:
         self._pid = os.getpid()
+        self._crowding = _Crowding(self.n_threads)
         self._words = sync.new_sync(self.n_threads)
         self._wake = [threading.Semaphore(0) for _ in range(self.n_threads)]
         self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(tid, self.n_threads, self._words, self._wake[tid], self._tables),
+                args=(tid, self._words, self._wake[tid], self._tables),
                 name=f"ropewalk-{tid}",
                 daemon=True,
             )
@@ -151,34 +189,39 @@ class Team:
         """Run one step to its end. Only one thread may call this at a time."""
         if self._pid != os.getpid():  # threads do not survive a fork
             self._start()
-        if self.n_threads > 1:
+        active = self._crowding.team_size()
+        self._words[sync.ACTIVE] = active
+        self._words[sync.WAITED] = 0
+        if active > 1:
             ring(self._words)
-            self._wake_sleepers()
-        run_steps(0, self.n_threads, self._words, *self._tables, 0, 0)
+            self._wake_sleepers(active)
+        start = time.perf_counter_ns()
+        run_steps(0, self._words, *self._tables, 0, 0)
+        self._crowding.note(active, int(self._words[sync.WAITED]), time.perf_counter_ns() - start)
 
     def close(self) -> None:
         """End the threads; harmless when called twice."""
         if self._pid == os.getpid() and self._threads:
             swap_word(self._words, sync.STOP, 1)
             ring(self._words)
-            self._wake_sleepers()
+            self._wake_sleepers(self.n_threads)
             for thread in self._threads:
                 thread.join(timeout=10)
             self._threads = []
         _teams.discard(self)
 
-    def _wake_sleepers(self) -> None:
-        for tid in range(1, self.n_threads):
+    def _wake_sleepers(self, active: int) -> None:
+        for tid in range(1, active):
             if swap_word(self._words, sync.ASLEEP + sync.LINE * tid, 0):
                 self._wake[tid].release()
 
 
-def _serve(tid, n_threads, words, wake, tables):
+def _serve(tid, words, wake, tables):
     """A member's life: steps in compiled code, sleep when there are none."""
     asleep = sync.ASLEEP + sync.LINE * tid
     bell = 0
     while not read_word(words, sync.STOP):
-        bell = run_steps(tid, n_threads, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
+        bell = run_steps(tid, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
         swap_word(words, asleep, 1)
         missed = read_word(words, sync.BELL) != bell or read_word(words, sync.STOP)
         if missed and swap_word(words, asleep, 0):
