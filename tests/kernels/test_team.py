@@ -1,5 +1,6 @@
 """Threads: how many (K2), idle, fork, end."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_a_crowded_team_shrinks_and_tries_again(monkeypatch):
             clock[0] += 0.05
         pauses.append(clock[0] - start)
         crowding.note(2, 90, 100)  # still crowded
-    assert pauses == sorted(pauses)
+    assert all(a <= b + 0.1 for a, b in itertools.pairwise(pauses))
     assert pauses[-1] == pytest.approx(team._Crowding.LONGEST_PAUSE_S, abs=0.1)
     while crowding.team_size() == 1:
         clock[0] += 0.05
