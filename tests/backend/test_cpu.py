@@ -146,8 +146,22 @@ def test_k1_a_rung_that_cannot_be_used_is_refused(monkeypatch):
     cpu.choose_rung.cache_clear()
 
 
-def test_a_cache_has_the_bytes_of_the_formula(backend, config):
-    cache = backend.new_cache(3)
-    assert cache.n_bytes == 3 * 16 * 2 * config.n_layers * config.n_kv_heads * config.head_dim * 2
+@pytest.mark.parametrize(("dtype", "head_bytes"), [("float16", 2 * 64), ("int8", 64 + 4)])
+def test_a_cache_has_the_bytes_of_the_formula(backend, config, dtype, head_bytes):
+    cache = backend.new_cache(3, dtype)
+    assert cache.n_bytes == 3 * 16 * 2 * config.n_layers * config.n_kv_heads * head_bytes
+    assert cache.data.nbytes == cache.n_pages * cache.bytes_per_page == cache.n_bytes
+
+
+def test_an_int8_cache_is_close_and_its_bits_do_not_depend_on_chunks(backend, whole):
+    cache = backend.new_cache(40, "int8")
+    prefill = run(backend, cache, TOKENS[:N])
+    one_by_one = [run(backend, cache, TOKENS[i : i + 1], i) for i in range(N)]
+    assert np.array_equal(prefill, np.concatenate(one_by_one))
+    assert not np.array_equal(prefill, whole)
+    assert np.abs(prefill - whole).max() < 0.1 * np.abs(whole).max()
+
+
+def test_an_unknown_cache_type_is_refused(backend):
     with pytest.raises(InvalidParameterError, match="float16"):
         backend.new_cache(1, "float8")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ropewalk.kernels.attention import attention_worker, scratch_bytes
+from ropewalk.kernels import attention as A
 from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.simd import call
 
@@ -13,26 +13,43 @@ def call_worker(address, arguments):
     call(address, arguments)
 
 
-def attend(q, k, v, *, position, first=0, cap=0.0, order=None):
-    """Run the kernel: q [G, d], k and v [n, d] laid out in pages that stand in the given order in memory."""
+@kernel
+def put(page, scales, slot, k, v, d, n_bytes):
+    if scales == 0:
+        A.put_key(page, slot, k, d)
+        A.put_value(page + n_bytes, slot, v, d)
+    else:
+        A.put_key_int8(page, scales, slot, k, d)
+        A.put_value_int8(page + n_bytes, scales + 64, slot, v, d)
+
+
+def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
+    """Run the kernel: q [G, d], k and v [n, d] written to pages that stand in the given order in memory."""
     group, d = q.shape
     n_pages = -(-len(k) // 16)
     order = np.arange(n_pages) if order is None else order
-    pages = np.full((n_pages, 2, 16 * d), np.nan, np.float16)  # what was never written must not matter
-    for page in range(n_pages):
-        part = slice(16 * page, min(16 * page + 16, len(k)))
-        lanes = part.stop - part.start
-        keys, values = pages[order[page], 0].reshape(d, 16), pages[order[page], 1].reshape(d // 16, 16, 16)
-        keys[:, :lanes] = k[part].T
-        values[:, :lanes] = v[part].reshape(lanes, d // 16, 16).transpose(1, 0, 2)
+    n_bytes = 16 * d * (1 if int8 else 2)
+    pages = np.full(
+        (n_pages, A.page_bytes(1, d, int8)), 0xFF, np.uint8
+    )  # what was never written must not matter
+    for token, (key, value) in enumerate(zip(k.copy(), v.copy(), strict=True)):
+        page = pages[order[token // 16]].ctypes.data
+        scales = page + 2 * n_bytes if int8 else 0
+        put(page, scales, token % 16, key.ctypes.data, value.ctypes.data, d, n_bytes)
     table = order.astype(np.int32)
-    out, scratch = np.zeros((group, d), np.float32), np.zeros(scratch_bytes(d), np.uint8)
+    out, scratch = np.zeros((group, d), np.float32), np.zeros(A.scratch_bytes(d), np.uint8)
     cap_at = np.array([cap], np.float32)
-    address = pages.ctypes.data
-    arguments = (q.ctypes.data, address, address + 32 * d, 64 * d, table.ctypes.data, position, first, d)
-    call_worker(
-        attention_worker(group), (*arguments, cap_at.ctypes.data, out.ctypes.data, scratch.ctypes.data)
+    start = pages.ctypes.data
+    where = (
+        q.ctypes.data,
+        start,
+        start + n_bytes,
+        start + 2 * n_bytes,
+        start + 2 * n_bytes + 64,
+        pages.shape[1],
     )
+    rest = (table.ctypes.data, position, first, d, cap_at.ctypes.data, out.ctypes.data, scratch.ctypes.data)
+    call_worker(A.attention_worker(group, int(int8)), (*where, *rest))
     return out
 
 
@@ -96,3 +113,30 @@ def test_what_comes_later_in_the_cache_changes_no_bit():
     for position in (0, 20, 63):
         alone = attend(q, k[: position + 1], v[: position + 1], position=position)
         assert np.array_equal(attend(q, k, v, position=position), alone)
+
+
+def as_int8(x):
+    """What an int8 cache keeps of keys or values [n, d], float64."""
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    return np.rint(x / scale) * scale.astype(np.float64)
+
+
+@pytest.mark.parametrize("n", [1, 16, 17, 257, 600])
+@pytest.mark.parametrize(("group", "d"), [(3, 64), (1, 128), (4, 256)])
+def test_an_int8_cache_is_exact_for_the_values_it_keeps(n, group, d):
+    q, k, v = random(n, group, d)
+    k64, v64 = as_int8(k), as_int8(v)
+    s = q.astype(np.float64) @ k64.T
+    p = np.exp(s - s.max(-1, keepdims=True))
+    expected = p / p.sum(-1, keepdims=True) @ v64
+    seen = attend(q, k, v, position=n - 1, int8=True)
+    assert np.max(np.abs(seen - expected)) < 5e-4 * np.abs(v).max()
+
+
+def test_int8_windows_and_page_order():
+    q, k, v = random(300)
+    whole = attend(q, k, v, position=299, first=100, int8=True)
+    order = np.random.default_rng(1).permutation(19)
+    assert np.array_equal(whole, attend(q, k, v, position=299, first=100, int8=True, order=order))
+    near = exact(q, k, v, position=299, first=100)
+    assert np.max(np.abs(whole - near)) < 0.02

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch
+from ropewalk.backend.base import Float32Array, StepBatch
 from ropewalk.backend.weights import PackedWeights, pack_model
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
-from ropewalk.kernels.attention import MAX_GROUP, attention_worker, scratch_bytes
+from ropewalk.kernels.attention import MAX_GROUP, attention_worker, page_bytes, scratch_bytes
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.pointwise import GELU_TANH, SILU
 from ropewalk.kernels.tables import Job, Layer
@@ -26,19 +26,29 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.rope import cos_sin, inverse_frequencies
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-CACHE_DTYPES = ("float16",)
+CACHE_DTYPES = ("float16", "int8")
 MAX_TOKENS = 512  # of one pass through the layers; a longer step is run as several
 Progress = Callable[[str, float], None]
 
 
 class CpuCache:
-    """Keys and values, float16: [layer, page, keys then values, KV head, 16 tokens x head_dim]."""
+    """Keys and values of all layers: [layer, page, a page as `kernels.attention` lays it out].
+
+    Parameters
+    ----------
+    config : ModelConfig
+    n_pages : int
+        Pages of 16 tokens.
+    dtype : str
+        "float16", or "int8" with one float32 scale for the key and one for the value of each token and KV head.
+    """
 
     def __init__(self, config: ModelConfig, n_pages: int, dtype: str) -> None:
         if dtype not in CACHE_DTYPES:
             raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
         self.n_pages = n_pages
-        self.layer_page_bytes = 2 * config.n_kv_heads * config.head_dim * PAGE_SIZE * 2
+        self.is_int8 = dtype == "int8"
+        self.layer_page_bytes = page_bytes(config.n_kv_heads, config.head_dim, self.is_int8)
         self.bytes_per_page = config.n_layers * self.layer_page_bytes
         self.data = np.zeros(n_pages * self.bytes_per_page, np.uint8)
 
@@ -151,6 +161,9 @@ class CpuBackend:
             Job.MAX_PAGES: tables.shape[1],
             Job.LOGIT_ROWS: rows.ctypes.data,
             Job.CACHE: cache.data.ctypes.data,
+            Job.CACHE_IS_INT8: cache.is_int8,
+            Job.ATTENTION: attention_worker(self._pass_heads, int(cache.is_int8)),
+            Job.ATTENTION_REST: attention_worker(self._rest_heads, int(cache.is_int8)),
             Job.LAYER_BYTES: cache.n_pages * cache.layer_page_bytes,
             Job.PAGE_BYTES: cache.layer_page_bytes,
             Job.LOGITS: logits.ctypes.data,
@@ -164,8 +177,8 @@ class CpuBackend:
         config, job = self.config, self._job
         group = config.kv_group
         passes = -(-group // MAX_GROUP)
-        pass_heads = -(-group // passes)
-        rest = group % pass_heads or pass_heads
+        self._pass_heads = -(-group // passes)
+        self._rest_heads = group % self._pass_heads or self._pass_heads
         job[Job.HIDDEN], job[Job.FFN], job[Job.VOCAB] = config.hidden_size, config.ffn_size, config.vocab_size
         job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = (
             config.n_heads,
@@ -177,8 +190,7 @@ class CpuBackend:
         job[Job.ROPE_WIDTH] = config.rope[0].width
         job[Job.NEIGHBOURS] = config.rope[0].layout == "neighbours"
         job[Job.CONSTANTS] = self._constants.ctypes.data
-        job[Job.ATTENTION], job[Job.ATTENTION_REST] = attention_worker(pass_heads), attention_worker(rest)
-        job[Job.PASS_HEADS] = pass_heads
+        job[Job.PASS_HEADS] = self._pass_heads
         job[Job.OUTPUT_NORM] = self.weights.vectors["output_norm.weight"].ctypes.data
         job[Job.OUTPUT_INPUT] = self.weights.output_input
         self._scratch = np.zeros(self.n_threads * scratch_bytes(config.head_dim) + 64, np.uint8)

@@ -1,7 +1,14 @@
 """Attention over pages: one token's queries of one KV head against its sequence's cached keys and values.
 
-A page holds 16 tokens. For each layer and KV head: keys float16 [head_dim, 16], lanes are tokens, already rotated;
-values float16 [head_dim / 16, 16 tokens, 16], lanes are dimensions. The G query heads of a group share every read.
+A page holds 16 tokens. For each layer it holds, head after head, first all keys and then all values:
+
+    float16   keys [head_dim, 16 tokens], already rotated; values [head_dim / 16, 16 tokens, 16]
+    int8      keys [head_dim / 4, 16 tokens, 4], raised by 128; values [head_dim / 16, 16 tokens, 16];
+              after them one float32 scale for each token: of the keys [heads, 16], then of the values [heads, 16]
+
+so that lanes are tokens for the scores and dimensions for the sums. The G query heads of a group share every read.
+For an int8 cache the queries become 16-bit integers, as activations do in `kernels.matmul`, and a score is an exact
+integer sum times both scales.
 
 The context is worked through in partitions of 256 tokens at absolute positions; each gives a maximum, a sum of
 exponentials and a weighted sum of values, and partitions are merged in ascending order (online softmax, Milakov &
@@ -15,26 +22,44 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ropewalk.kernels.cpu import choose_rung
+from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pointwise import exp, soft_cap
 from ropewalk.kernels.simd import (
     F32,
+    I32,
     I64,
+    absolute,
+    bytes64,
     emit_fma,
     emit_load,
     emit_splat,
     floats,
+    ints,
     keep_lanes,
+    load_bytes,
     load_f32,
     load_floats,
     load_halfs,
+    load_i8_as_ints,
     load_i32,
+    load_u16,
     max_lane,
     maximum,
+    round_to_ints,
     splat,
     store_f32,
     store_floats,
+    store_halfs,
+    store_i8_of_ints,
+    store_i32,
+    store_u16,
+    sum_ints,
     sum_tree,
+    tile_of,
+    to_floats,
+    zero_ints_tile,
     zero_tile,
 )
 
@@ -89,15 +114,91 @@ def store_rows(typing_context, tile, address, stride):
     return types.void(tile, types.int64, types.int64), emit
 
 
+def page_bytes(n_kv_heads: int, head_dim: int, quantized: bool) -> int:
+    """Bytes of one layer of one page: keys, values and, if quantized, their scales."""
+    values = 2 * PAGE * n_kv_heads * head_dim
+    return values + 2 * PAGE * n_kv_heads * 4 if quantized else 2 * values
+
+
 def scratch_bytes(head_dim: int) -> int:
-    """Bytes of scratch that one thread needs: scores of a partition, sums of values, and a few floats a head."""
-    return 4 * MAX_GROUP * (PARTITION + head_dim + 16 + 4)
+    """Bytes of scratch that one thread needs: per head the scores of a partition, sums of values, a few floats,
+    and the query as 16-bit integers."""
+    return MAX_GROUP * (4 * PARTITION + 64 + 32 + 2 * head_dim)
 
 
 @inline
 def exp_of(x):
     """e^x of one float32."""
     return max_lane(exp(splat(x)))
+
+
+@inline
+def _largest(x, n):
+    """The greatest magnitude of n floats."""
+    largest = splat(_ZERO)
+    for d in range(0, n, 16):
+        largest = maximum(absolute(load_floats(x + 4 * d)), largest)
+    return max_lane(largest)
+
+
+@intrinsic
+def dot_rows(typing_context, acc, keys, address, stride):
+    """acc[g] += the sums of four products of key bytes and the four query bytes at address + g * stride."""
+    rung = choose_rung().name
+
+    def emit(context, builder, sig, args):
+        acc, keys, address, stride = args
+        for g in range(sig.args[0].count):
+            four = emit_load(builder, I32, builder.add(address, builder.mul(stride, I64(g))))
+            query = builder.bitcast(emit_splat(builder, ints, four), bytes64.ir)
+            row = emit_dot4(builder, rung, builder.extract_value(acc, g), keys, query, True)
+            acc = builder.insert_value(acc, row, g)
+        return acc
+
+    return acc(acc, bytes64, types.int64, types.int64), emit
+
+
+@intrinsic
+def join_dots(typing_context, high, low, fields, stride, key_scales):
+    """Scores: (256 * high + low) * the query's scale * the keys' scales, after taking out what raised the keys.
+
+    Fields of head g, at fields + g * stride: the query's scale (float32), and the sums of its high and of its low
+    bytes (int32).
+    """
+
+    def emit(context, builder, sig, args):
+        high, low, fields, stride, key_scales = args
+        result = ir.Constant(ir.ArrayType(floats.ir, sig.args[0].count), ir.Undefined)
+        for g in range(sig.args[0].count):
+            at = builder.add(fields, builder.mul(stride, I64(g)))
+            parts = []
+            for part, offset in ((high, 4), (low, 8)):
+                raised = builder.shl(emit_load(builder, I32, builder.add(at, I64(offset)), 4), I32(7))
+                exact = builder.sub(builder.extract_value(part, g), emit_splat(builder, ints, raised))
+                parts.append(builder.sitofp(exact, floats.ir))
+            dot = emit_fma(builder, parts[0], floats.constant(256.0), parts[1])
+            scale = emit_splat(builder, floats, emit_load(builder, F32, at, 4))
+            result = builder.insert_value(result, builder.fmul(builder.fmul(dot, scale), key_scales), g)
+        return result
+
+    return tile_of(floats, high.count)(high, low, types.int64, types.int64, floats), emit
+
+
+@inline
+def _quantize_query(q, head_dim, out, fields):
+    """One query head as 16-bit integers: head_dim high bytes, then head_dim low bytes; its scale and sums."""
+    top = _largest(q, head_dim)
+    inverse = np.float32(32512) / top if top > _ZERO else _ZERO
+    sum_high, sum_low = np.int32(0), np.int32(0)
+    for d in range(0, head_dim, 16):
+        x = round_to_ints(load_floats(q + 4 * d) * inverse)
+        store_i8_of_ints(out + d, (x + 128) >> 8)
+        store_i8_of_ints(out + head_dim + d, x)
+        sum_high += sum_ints(load_i8_as_ints(out + d))
+        sum_low += sum_ints(load_i8_as_ints(out + head_dim + d))
+    store_f32(fields, top / np.float32(32512))
+    store_i32(fields + 4, sum_high)
+    store_i32(fields + 8, sum_low)
 
 
 @inline
@@ -125,64 +226,130 @@ def _softmax_partition(row, pages, low, high, cap):
 
 
 @cache
-def attention_worker(group: int) -> int:
-    """Address of the compiled worker for `group` query heads (1 to 8) that share a KV head.
+def attention_worker(group: int, quantized: int) -> int:
+    """Address of the compiled worker for `group` query heads (1 to 8) that share a KV head, and the cache's type.
 
     The worker's arguments, all int64: address of the queries (float32 [group, head_dim], rotated and scaled);
-    addresses of the layer's and head's keys and values in page 0; bytes between pages; address of the page
-    table (int32); the token's position; the first position it sees; head_dim; address of the soft cap (float32,
-    0 for none); address of the output (float32 [group, head_dim]); address of scratch.
+    addresses of the layer's and head's keys and values in page 0, and of their scales (int8 only); bytes between
+    pages; address of the page table (int32); the token's position; the first position it sees; head_dim; address
+    of the soft cap (float32, 0 for none); address of the output (float32 [group, head_dim]); address of scratch.
     """
+    row = 4 * PARTITION
 
-    @worker(types.void(*[types.int64] * 11))
-    def attend(q, keys, values, page_bytes, table, position, first, head_dim, cap, out, scratch):
-        row_bytes = 4 * head_dim
+    @worker(types.void(*[types.int64] * 13))
+    def attend(
+        q, keys, values, k_scales, v_scales, page_bytes, table, position, first, head_dim, cap, out, scratch
+    ):
+        head_bytes = 4 * head_dim
         scores = scratch
-        part = scores + 4 * PARTITION * MAX_GROUP  # values of one chunk of 16 dimensions [group, 16]
-        state = part + 64 * MAX_GROUP  # per head: maximum, sum, and the two factors of a merge
+        part = scores + row * MAX_GROUP  # values of one chunk of 16 dimensions [group, 16]
+        state = (
+            part + 64 * MAX_GROUP
+        )  # per head: maximum, sum, the two factors of a merge; then a query's fields
+        query = state + 32 * MAX_GROUP
         for g in range(group):
-            store_f32(state + 16 * g, _MINUS_INFINITY)
-            store_f32(state + 16 * g + 4, _ZERO)
+            store_f32(state + 32 * g, _MINUS_INFINITY)
+            store_f32(state + 32 * g + 4, _ZERO)
             for c in range(0, head_dim, 16):
-                store_floats(out + row_bytes * g + 4 * c, splat(_ZERO))
+                store_floats(out + head_bytes * g + 4 * c, splat(_ZERO))
+            if quantized:
+                _quantize_query(q + head_bytes * g, head_dim, query + 2 * head_dim * g, state + 32 * g + 16)
         for partition in range(first // PARTITION, position // PARTITION + 1):
             start = partition * PARTITION
             pages_of = table + 4 * (start // PAGE)
             low, high = max(first - start, 0), min(position + 1 - start, PARTITION)
             pages = (high + PAGE - 1) // PAGE
             for page in range(low // PAGE, pages):
-                k = keys + load_i32(pages_of + 4 * page) * page_bytes
-                even, odd = zero_tile(group), zero_tile(group)
-                for d in range(0, head_dim, 2):
-                    even = fma_rows(even, load_halfs(k + 32 * d), q + 4 * d, row_bytes)
-                    odd = fma_rows(odd, load_halfs(k + 32 * d + 32), q + 4 * d + 4, row_bytes)
-                store_rows(add_tiles(even, odd), scores + 64 * page, 4 * PARTITION)
+                offset = load_i32(pages_of + 4 * page) * page_bytes
+                k = keys + offset
+                if quantized:
+                    above, below = zero_ints_tile(group), zero_ints_tile(group)
+                    for d in range(0, head_dim, 4):
+                        four = load_bytes(k + 16 * d)
+                        above = dot_rows(above, four, query + d, 2 * head_dim)
+                        below = dot_rows(below, four, query + head_dim + d, 2 * head_dim)
+                    s = join_dots(above, below, state + 16, 32, load_floats(k_scales + offset))
+                else:
+                    even, odd = zero_tile(group), zero_tile(group)
+                    for d in range(0, head_dim, 2):
+                        even = fma_rows(even, load_halfs(k + 32 * d), q + 4 * d, head_bytes)
+                        odd = fma_rows(odd, load_halfs(k + 32 * d + 32), q + 4 * d + 4, head_bytes)
+                    s = add_tiles(even, odd)
+                store_rows(s, scores + 64 * page, row)
             for g in range(group):
-                m, total = _softmax_partition(scores + 4 * PARTITION * g, pages, low, high, load_f32(cap))
-                at = state + 16 * g
+                m, total = _softmax_partition(scores + row * g, pages, low, high, load_f32(cap))
+                at = state + 32 * g
                 top = max(load_f32(at), m)
                 old, new = exp_of(load_f32(at) - top), exp_of(m - top)
                 store_f32(at, top)
                 store_f32(at + 4, load_f32(at + 4) * old + total * new)
                 store_f32(at + 8, old)
                 store_f32(at + 12, new)
+                if quantized:  # a value's scale multiplies its weight
+                    for page in range(low // PAGE, pages):
+                        scale = load_floats(v_scales + load_i32(pages_of + 4 * page) * page_bytes)
+                        weights = scores + row * g + 64 * page
+                        store_floats(weights, load_floats(weights) * scale)
             for c in range(head_dim // 16):
                 acc = zero_tile(group)
                 for page in range(low // PAGE, pages):
-                    v = values + load_i32(pages_of + 4 * page) * page_bytes + 512 * c
+                    v = values + load_i32(pages_of + 4 * page) * page_bytes
                     for token in range(max(low, PAGE * page), min(high, PAGE * page + PAGE)):
-                        acc = fma_rows(
-                            acc, load_halfs(v + 32 * (token - PAGE * page)), scores + 4 * token, 4 * PARTITION
-                        )
+                        if quantized:
+                            sixteen = to_floats(load_i8_as_ints(v + 16 * (PAGE * c + token - PAGE * page)))
+                        else:
+                            sixteen = load_halfs(v + 32 * (PAGE * c + token - PAGE * page))
+                        acc = fma_rows(acc, sixteen, scores + 4 * token, row)
                 store_rows(acc, part, 64)
                 for g in range(group):
-                    at = out + row_bytes * g + 64 * c
-                    old, new = load_f32(state + 16 * g + 8), load_f32(state + 16 * g + 12)
+                    at = out + head_bytes * g + 64 * c
+                    old, new = load_f32(state + 32 * g + 8), load_f32(state + 32 * g + 12)
                     store_floats(at, load_floats(at) * old + load_floats(part + 64 * g) * new)
         for g in range(group):
-            total = load_f32(state + 16 * g + 4)
+            total = load_f32(state + 32 * g + 4)
             for c in range(0, head_dim, 16):
-                at = out + row_bytes * g + 4 * c
+                at = out + head_bytes * g + 4 * c
                 store_floats(at, load_floats(at) / splat(total))
 
     return attend
+
+
+# ---- writing a token's keys and values
+
+
+@inline
+def put_key(page, slot, x, head_dim):
+    """A key's floats to lane `slot` of a float16 page; the floats at x are used up."""
+    for d in range(0, head_dim, 16):
+        store_halfs(x + 4 * d, load_floats(x + 4 * d))
+        for i in range(16):
+            store_u16(page + 2 * (PAGE * (d + i) + slot), load_u16(x + 4 * d + 2 * i))
+
+
+@inline
+def put_value(page, slot, x, head_dim):
+    """A value's floats to row `slot` of each chunk of a float16 page."""
+    for d in range(0, head_dim, 16):
+        store_halfs(page + 32 * (d + slot), load_floats(x + 4 * d))
+
+
+@inline
+def put_key_int8(page, scales, slot, x, head_dim):
+    """A key as signed bytes raised by 128, four dimensions together, and its scale; the floats at x are used up."""
+    top = _largest(x, head_dim)
+    inverse = np.float32(127) / top if top > _ZERO else _ZERO
+    store_f32(scales + 4 * slot, top / np.float32(127))
+    for d in range(0, head_dim, 16):
+        store_i8_of_ints(x + 4 * d, round_to_ints(load_floats(x + 4 * d) * inverse) + 128)
+        for i in range(0, 16, 4):
+            store_i32(page + 16 * (d + i) + 4 * slot, load_i32(x + 4 * d + i))
+
+
+@inline
+def put_value_int8(page, scales, slot, x, head_dim):
+    """A value as signed bytes in row `slot` of each chunk, and its scale."""
+    top = _largest(x, head_dim)
+    inverse = np.float32(127) / top if top > _ZERO else _ZERO
+    store_f32(scales + 4 * slot, top / np.float32(127))
+    for d in range(0, head_dim, 16):
+        store_i8_of_ints(page + 16 * (d + slot), round_to_ints(load_floats(x + 4 * d) * inverse))

@@ -12,7 +12,7 @@ Knows nothing of files or requests; the fields of the tables are named in `kerne
 import numpy as np
 from numba import types
 
-from ropewalk.kernels.attention import PAGE
+from ropewalk.kernels.attention import PAGE, put_key, put_key_int8, put_value, put_value_int8
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.pointwise import (
@@ -32,10 +32,7 @@ from ropewalk.kernels.simd import (
     load_f32,
     load_floats,
     load_i32,
-    load_u16,
     store_floats,
-    store_halfs,
-    store_u16,
 )
 from ropewalk.kernels.sync import ACTIVE, BELL, STOP, atomic_load, barrier, chunk_of, take, wait_while
 from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Matrix, Q, V
@@ -156,21 +153,40 @@ def _finish_head(job, x, bias, norm, cos, sin):
 
 
 @inline
-def _put_key(page, slot, x, head_dim):
-    """A key's dimensions to lane `slot` of a page [head_dim, 16]; the floats at x are used up."""
-    for d in range(0, head_dim, 16):
-        store_halfs(x + 4 * d, load_floats(x + 4 * d))
-        for i in range(16):
-            store_u16(page + 2 * (PAGE * (d + i) + slot), load_u16(x + 4 * d + 2 * i))
+def _head_addresses(job, number, page, head):
+    """Where a layer's keys and values of one KV head start in a page, and their scales (int8 only)."""
+    size = 16 * job[Job.HEAD_DIM] * (1 if job[Job.CACHE_IS_INT8] else 2)
+    n_kv = job[Job.N_KV_HEADS]
+    start = job[Job.CACHE] + number * job[Job.LAYER_BYTES] + page * job[Job.PAGE_BYTES]
+    scales = start + 2 * n_kv * size
+    return start + head * size, start + (n_kv + head) * size, scales + 64 * head, scales + 64 * (n_kv + head)
+
+
+@inline
+def _store_head(job, layer, number, token, h, page, slot, cos, sin):
+    """One KV head of one token: its key rotated, key and value written to their page."""
+    n_kv, head_dim = job[Job.N_KV_HEADS], job[Job.HEAD_DIM]
+    k = job[Job.KEYS] + 4 * head_dim * (n_kv * token + h)
+    v = job[Job.VALUES] + 4 * head_dim * (n_kv * token + h)
+    bias = layer[Layer.K_BIAS] + 4 * head_dim * h if layer[Layer.K_BIAS] != 0 else 0
+    _finish_head(job, k, bias, layer[Layer.K_NORM], cos, sin)
+    if layer[Layer.V_BIAS] != 0:
+        add_to(v, layer[Layer.V_BIAS] + 4 * head_dim * h, head_dim)
+    keys, values, key_scales, value_scales = _head_addresses(job, number, page, h)
+    if job[Job.CACHE_IS_INT8]:
+        put_key_int8(keys, key_scales, slot, k, head_dim)
+        put_value_int8(values, value_scales, slot, v, head_dim)
+    else:
+        put_key(keys, slot, k, head_dim)
+        put_value(values, slot, v, head_dim)
 
 
 @inline
 def _rotate_and_store(n_threads, words, job, layer, number):
     """Queries rotated and scaled in place; keys rotated, keys and values written to their pages."""
-    n_tokens, n_heads, n_kv = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.N_KV_HEADS]
-    head_dim = job[Job.HEAD_DIM]
-    head_bytes, half_width = 4 * head_dim, 2 * job[Job.ROPE_WIDTH]
-    per_token = n_heads + n_kv
+    n_tokens, n_heads, head_dim = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.HEAD_DIM]
+    angles_bytes = 2 * job[Job.ROPE_WIDTH]
+    per_token = n_heads + job[Job.N_KV_HEADS]
     n_items = n_tokens * per_token
     chunk = chunk_of(n_items, n_threads)
     first = take(words, 0) * chunk
@@ -178,34 +194,22 @@ def _rotate_and_store(n_threads, words, job, layer, number):
         for item in range(first, min(first + chunk, n_items)):
             token, head = item // per_token, item % per_token
             position = load_i32(job[Job.POSITIONS] + 4 * token)
-            cos, sin = layer[Layer.COS] + half_width * position, layer[Layer.SIN] + half_width * position
+            cos, sin = layer[Layer.COS] + angles_bytes * position, layer[Layer.SIN] + angles_bytes * position
             if head < n_heads:
-                q = job[Job.QUERIES] + head_bytes * (n_heads * token + head)
-                bias = layer[Layer.Q_BIAS] + head_bytes * head if layer[Layer.Q_BIAS] != 0 else 0
+                q = job[Job.QUERIES] + 4 * head_dim * (n_heads * token + head)
+                bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0
                 _finish_head(job, q, bias, layer[Layer.Q_NORM], cos, sin)
                 scale_by(q, load_f32(job[Job.CONSTANTS] + 4), head_dim)
-                continue
-            h = head - n_heads
-            sequence = load_i32(job[Job.SEQUENCES] + 4 * token)
-            table = job[Job.PAGE_TABLES] + 4 * job[Job.MAX_PAGES] * sequence
-            page = load_i32(table + 4 * (position // PAGE))
-            at = (
-                job[Job.CACHE]
-                + number * job[Job.LAYER_BYTES]
-                + page * job[Job.PAGE_BYTES]
-                + 32 * head_dim * h
-            )
-            k = job[Job.KEYS] + head_bytes * (n_kv * token + h)
-            v = job[Job.VALUES] + head_bytes * (n_kv * token + h)
-            bias = layer[Layer.K_BIAS] + head_bytes * h if layer[Layer.K_BIAS] != 0 else 0
-            _finish_head(job, k, bias, layer[Layer.K_NORM], cos, sin)
-            _put_key(at, position % PAGE, k, head_dim)
-            if layer[Layer.V_BIAS] != 0:
-                add_to(v, layer[Layer.V_BIAS] + head_bytes * h, head_dim)
-            at += 32 * head_dim * n_kv
-            for d in range(0, head_dim, 16):
-                store_halfs(at + 32 * d + 32 * (position % PAGE), load_floats(v + 4 * d))
+            else:
+                page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
+                _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
         first = take(words, 0) * chunk
+
+
+@inline
+def _page_table(job, token):
+    sequence = load_i32(job[Job.SEQUENCES] + 4 * token)
+    return job[Job.PAGE_TABLES] + 4 * job[Job.MAX_PAGES] * sequence
 
 
 @inline
@@ -222,10 +226,8 @@ def _attend(tid, n_threads, words, job, layer, number):
             token, h = item // n_kv, item % n_kv
             position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
             seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
-            sequence = load_i32(job[Job.SEQUENCES] + 4 * token)
-            table = job[Job.PAGE_TABLES] + 4 * job[Job.MAX_PAGES] * sequence
-            keys = job[Job.CACHE] + number * job[Job.LAYER_BYTES] + 32 * head_dim * h
-            values = keys + 32 * head_dim * n_kv
+            table = _page_table(job, token)
+            keys, values, key_scales, value_scales = _head_addresses(job, number, 0, h)
             for g in range(0, group, job[Job.PASS_HEADS]):
                 at = 4 * head_dim * (job[Job.N_HEADS] * token + group * h + g)
                 worker = job[Job.ATTENTION] if group - g >= job[Job.PASS_HEADS] else job[Job.ATTENTION_REST]
@@ -235,6 +237,8 @@ def _attend(tid, n_threads, words, job, layer, number):
                         job[Job.QUERIES] + at,
                         keys,
                         values,
+                        key_scales,
+                        value_scales,
                         job[Job.PAGE_BYTES],
                         table,
                         position,

@@ -415,15 +415,21 @@ def tile_of(vector, count):
     return types.UniTuple(vector, count)
 
 
-@intrinsic(prefer_literal=True)
-def zero_tile(typing_context, count):
-    """A tuple of `count` zero floats."""
-    tile = tile_of(floats, count.literal_value)
+def _make_zero_tile(vector, zero):
+    @intrinsic(prefer_literal=True)
+    def zero_tile(typing_context, count):
+        """A tuple of `count` zero vectors."""
+        tile = tile_of(vector, count.literal_value)
 
-    def emit(context, builder, sig, args):
-        return ir.Constant(ir.ArrayType(floats.ir, tile.count), [floats.constant(0.0)] * tile.count)
+        def emit(context, builder, sig, args):
+            return ir.Constant(ir.ArrayType(vector.ir, tile.count), [vector.constant(zero)] * tile.count)
 
-    return tile(count), emit
+        return tile(count), emit
+
+    return zero_tile
+
+
+zero_tile, zero_ints_tile = _make_zero_tile(floats, 0.0), _make_zero_tile(ints, 0)
 
 
 @intrinsic(prefer_literal=True)

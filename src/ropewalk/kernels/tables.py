@@ -51,6 +51,7 @@ class Job(IntEnum):
     ATTENTION_REST = 36  # and for the heads that remain in a group
     PASS_HEADS = 37  # query heads of a full pass
     OUTPUT_NORM = 38  # address of float32 [hidden]
+    CACHE_IS_INT8 = 40
     OUTPUT_INPUT = 39  # which tiles the output matrix reads: bit 0 bytes, bit 1 floats
 
 
