@@ -38,8 +38,10 @@ Indices = NDArray[np.int64]
 
 _GROUP = 64  # scores whose maximum stands for them in the search for the k-th largest
 _BLOCK = 512  # candidates that are summed together before a draw
-_SORTABLE = 2048  # elements that are sorted rather than split again
-_FIRST_PIVOT = 8.0  # below the largest logit: the border of a nucleus is usually above this
+_NEAR = 8.0  # the border of a nucleus is usually among logits this near to the largest
+_SORTABLE = 2048  # and these are usually fewer than this
+_N_BUCKETS = 4096  # of logits up to
+_DEPTH = 64.0  # below the largest; the last one has all others
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,9 +314,9 @@ def typical_p(candidates: Candidates, mass: float) -> Candidates:
 def smallest_set(key: NDArray[Any], weights: Numbers, mass: float) -> NDArray[np.bool_]:
     """Find the shortest prefix, in descending order of `key`, whose share of the weights reaches `mass`.
 
-    Ties in `key` go to the lowest index; the prefix has at least one element. Nothing large is sorted:
-    what lies above a pivot is a prefix of the sorted order, so comparing its mass with what is missing
-    tells on which side of the pivot the border lies, until that side is small.
+    Ties in `key` go to the lowest index; the prefix has at least one element. Nothing large is sorted. Often
+    the border is among the few keys near the largest. Otherwise keys are counted into buckets: the masses of
+    whole buckets tell in which one the border lies, and only that one is sorted.
 
     Parameters
     ----------
@@ -331,23 +333,20 @@ def smallest_set(key: NDArray[Any], weights: Numbers, mass: float) -> NDArray[np
         True for the elements of the prefix.
     """
     missing = mass * weights.sum()
-    keep = np.zeros(len(key), dtype=np.bool_)
-    side, keys, pivot = _first_ids(len(key)), key, key.max() - _FIRST_PIVOT
-    while len(side) > _SORTABLE:
-        high = keys >= min(pivot, keys.max())
-        if high.all():
-            high = keys > keys.min()
-            if not high.any():
-                break  # all are equal
-        above = side[high]
-        above_mass = weights[above].sum()
-        if above_mass < missing:
-            keep[above] = True
-            missing -= above_mass
-            high = ~high
-        side, keys = side[high], keys[high]
-        pivot = np.median(keys[:: max(1, len(keys) // 255)])
-    order = side[np.argsort(-keys, kind="stable")]
+    largest = key.max()
+    side = np.flatnonzero(key >= largest - _NEAR)
+    if len(side) <= _SORTABLE and weights[side].sum() >= missing:
+        keep = np.zeros(len(key), dtype=np.bool_)
+    else:
+        with np.errstate(over="ignore"):
+            depth = (largest - key) * key.dtype.type(_N_BUCKETS / _DEPTH)
+        bucket = np.minimum(depth, _N_BUCKETS - 1).astype(np.intp)
+        reached = np.cumsum(np.bincount(bucket, weights, _N_BUCKETS))
+        border = min(int(np.searchsorted(reached, missing)), int(bucket.max()))
+        missing -= reached[border - 1] if border else 0.0
+        keep = bucket < border
+        side = np.flatnonzero(bucket == border)
+    order = side[np.argsort(-key[side], kind="stable")]
     reached = np.cumsum(weights[order])
     keep[order[: int(np.searchsorted(reached, missing)) + 1]] = True
     return keep
