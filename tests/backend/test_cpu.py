@@ -80,6 +80,21 @@ def test_a_step_longer_than_one_pass_is_the_same_step(backend):
     assert np.array_equal(long, np.concatenate(short)[rows])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_splitting_a_long_context_over_threads_changes_no_bit(backend, checkpoint, config, dtype):
+    """600 tokens: the last chunk of one token splits its three partitions over two threads; one thread never splits."""
+    alone = CpuBackend(checkpoint, config, n_threads=1)
+    results = []
+    for each in (backend, alone):
+        cache = each.new_cache(40, dtype)
+        run(each, cache, TOKENS[:-1], rows=[])
+        results.append(run(each, cache, TOKENS[-1:], len(TOKENS) - 1))
+    alone.close()
+    whole = run(backend, backend.new_cache(40, dtype), TOKENS, rows=[len(TOKENS) - 1])
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], whole)
+
+
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_the_number_of_threads_changes_no_bit(checkpoint, config, whole, n_threads):
     backend = CpuBackend(checkpoint, config, n_threads=n_threads)

@@ -9,11 +9,6 @@ from ropewalk.kernels.simd import call
 
 
 @kernel
-def call_worker(address, arguments):
-    call(address, arguments)
-
-
-@kernel
 def put(page, scales, slot, k, v, d, n_bytes):
     if scales == 0:
         A.put_key(page, slot, k, d)
@@ -36,21 +31,44 @@ def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
         page = pages[order[token // 16]].ctypes.data
         scales = page + 2 * n_bytes if int8 else 0
         put(page, scales, token % 16, key.ctypes.data, value.ctypes.data, d, n_bytes)
-    table = order.astype(np.int32)
-    out, scratch = np.zeros((group, d), np.float32), np.zeros(A.scratch_bytes(d), np.uint8)
-    cap_at = np.array([cap], np.float32)
     start = pages.ctypes.data
-    where = (
-        q.ctypes.data,
-        start,
-        start + n_bytes,
-        start + 2 * n_bytes,
-        start + 2 * n_bytes + 64,
-        pages.shape[1],
+    keys = (start, start + n_bytes, start + 2 * n_bytes, start + 2 * n_bytes + 64, pages.shape[1])
+    table, cap_at = order.astype(np.int32), np.array([cap], np.float32)
+    out, partial = np.zeros((group, d), np.float32), np.zeros((group, A.partial_bytes(d)), np.uint8)
+    scratch = np.zeros(A.SCORES_BYTES, np.uint8)
+    queries = np.zeros((group, A.query_bytes(d)), np.uint8)
+    attend_in_order(
+        A.attention_worker(group, int(int8)),
+        q,
+        queries if int8 else q,
+        keys,
+        table,
+        position,
+        first,
+        cap_at,
+        out,
+        partial,
+        scratch,
     )
-    rest = (table.ctypes.data, position, first, d, cap_at.ctypes.data, out.ctypes.data, scratch.ctypes.data)
-    call_worker(A.attention_worker(group, int(int8)), (*where, *rest))
     return out
+
+
+@kernel
+def attend_in_order(worker, q, queries, keys, table, position, first, cap, out, partial, scratch):
+    group, d = q.shape
+    if queries.shape[1] != d:
+        for g in range(group):
+            A.put_query(q[g].ctypes.data, d, queries[g].ctypes.data)
+    state = np.zeros((group, 2), np.float32)
+    A.begin(out.ctypes.data, state.ctypes.data, group, d)
+    for partition in range(first // A.PARTITION, position // A.PARTITION + 1):
+        start = A.PARTITION * partition
+        low, high = max(first - start, 0), min(position + 1 - start, A.PARTITION)
+        pages = table[start // A.PAGE :].ctypes.data
+        where = (queries.ctypes.data, keys[0], keys[1], keys[2], keys[3], keys[4], pages, low, high, d)
+        call(worker, (*where, cap.ctypes.data, partial.ctypes.data, scratch.ctypes.data))
+        A.merge(out.ctypes.data, state.ctypes.data, partial.ctypes.data, group, d)
+    A.finish(out.ctypes.data, state.ctypes.data, group, d)
 
 
 def exact(q, k, v, *, position, first=0, cap=0.0):

@@ -17,7 +17,15 @@ from ropewalk.backend.weights import PackedWeights, pack_model
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
-from ropewalk.kernels.attention import MAX_GROUP, attention_worker, page_bytes, scratch_bytes
+from ropewalk.kernels.attention import (
+    MAX_GROUP,
+    PARTITION,
+    SCORES_BYTES,
+    attention_worker,
+    page_bytes,
+    partial_bytes,
+    query_bytes,
+)
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.pointwise import GELU_TANH, SILU
 from ropewalk.kernels.tables import Job, Layer
@@ -109,6 +117,7 @@ class CpuBackend:
         self._buffers: dict[Job, NDArray[Any]] = {}
         self._capacity = 0
         self._logits = np.zeros((0, 0), np.float32)
+        self._partials = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
         self._fill_constant_fields()
         self._grow(1)
@@ -171,7 +180,20 @@ class CpuBackend:
         }
         for field, value in fields.items():
             self._job[field] = value
+        self._split_attention(n, int(positions.max()))
         self._team.step()
+
+    def _split_attention(self, n: int, last_position: int) -> None:
+        """Let threads share the partitions of a context where tokens and KV heads alone would leave some idle."""
+        most = last_position // PARTITION + 1
+        pairs = n * self.config.n_kv_heads
+        self._job[Job.MAX_PARTITIONS] = 0
+        if most == 1 or self.n_threads == 1 or pairs >= 4 * self.n_threads:
+            return
+        n_bytes = pairs * most * self.config.kv_group * partial_bytes(self.config.head_dim)
+        if n_bytes > self._partials.nbytes:
+            self._partials = np.zeros(2 * n_bytes, np.uint8)
+        self._job[Job.MAX_PARTITIONS], self._job[Job.PARTIALS] = most, self._partials.ctypes.data
 
     def _fill_constant_fields(self) -> None:
         config, job = self.config, self._job
@@ -193,8 +215,9 @@ class CpuBackend:
         job[Job.PASS_HEADS] = self._pass_heads
         job[Job.OUTPUT_NORM] = self.weights.vectors["output_norm.weight"].ctypes.data
         job[Job.OUTPUT_INPUT] = self.weights.output_input
-        self._scratch = np.zeros(self.n_threads * scratch_bytes(config.head_dim) + 64, np.uint8)
-        job[Job.SCRATCH], job[Job.SCRATCH_STRIDE] = self._scratch.ctypes.data, scratch_bytes(config.head_dim)
+        scratch_bytes = SCORES_BYTES + MAX_GROUP * (8 + partial_bytes(config.head_dim))
+        self._scratch = np.zeros((self.n_threads, scratch_bytes), np.uint8)
+        job[Job.SCRATCH], job[Job.SCRATCH_STRIDE] = self._scratch.ctypes.data, scratch_bytes
 
     def _grow(self, n: int) -> None:
         """Make the buffers of a step large enough for n tokens."""
@@ -218,6 +241,9 @@ class CpuBackend:
         for field, width in widths.items():
             self._buffers[field] = np.zeros((padded, width), np.float32)
         self._buffers[Job.BYTE_TILES] = np.zeros(padded * (widest // 32) * FINE_TOKEN_GROUP_BYTES, np.uint8)
+        self._buffers[Job.QUERY_BYTES] = np.zeros(
+            padded * config.n_heads * query_bytes(config.head_dim), np.uint8
+        )
         for field, buffer in self._buffers.items():
             self._job[field] = buffer.ctypes.data
         self._capacity = n

@@ -10,9 +10,10 @@ so that lanes are tokens for the scores and dimensions for the sums. The G query
 For an int8 cache the queries become 16-bit integers, as activations do in `kernels.matmul`, and a score is an exact
 integer sum times both scales.
 
-The context is worked through in partitions of 256 tokens at absolute positions; each gives a maximum, a sum of
-exponentials and a weighted sum of values, and partitions are merged in ascending order (online softmax, Milakov &
-Gimelshein 2018). Which tokens share a step, and who computes them, changes none of these sums.
+The context is worked through in partitions of 256 tokens at absolute positions; each gives a partial result, for
+each head PARTIAL_FIELDS floats (maximum, sum of exponentials, then unused) and its weighted sum of values
+[head_dim]. `merge` adds partials up in ascending order (online softmax, Milakov & Gimelshein 2018), at once or after
+other threads have computed some of them: which tokens share a step, and who computes them, changes no bit.
 """
 
 from functools import cache
@@ -66,6 +67,8 @@ from ropewalk.kernels.simd import (
 PAGE = 16
 PARTITION = 256
 MAX_GROUP = 8  # query heads that one pass serves; larger groups take several passes
+PARTIAL_FIELDS = 16
+SCORES_BYTES = 4 * MAX_GROUP * PARTITION  # of scratch, for one thread
 _MINUS_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0)
 
@@ -120,10 +123,14 @@ def page_bytes(n_kv_heads: int, head_dim: int, quantized: bool) -> int:
     return values + 2 * PAGE * n_kv_heads * 4 if quantized else 2 * values
 
 
-def scratch_bytes(head_dim: int) -> int:
-    """Bytes of scratch that one thread needs: per head the scores of a partition, sums of values, a few floats,
-    and the query as 16-bit integers."""
-    return MAX_GROUP * (4 * PARTITION + 64 + 32 + 2 * head_dim)
+def partial_bytes(head_dim: int) -> int:
+    """Bytes of one head's part of a partial result."""
+    return 4 * (PARTIAL_FIELDS + head_dim)
+
+
+def query_bytes(head_dim: int) -> int:
+    """Bytes of one query head as 16-bit integers: high bytes, low bytes, then scale, two sums, and padding."""
+    return 2 * head_dim + 16
 
 
 @inline
@@ -185,8 +192,8 @@ def join_dots(typing_context, high, low, fields, stride, key_scales):
 
 
 @inline
-def _quantize_query(q, head_dim, out, fields):
-    """One query head as 16-bit integers: head_dim high bytes, then head_dim low bytes; its scale and sums."""
+def put_query(q, head_dim, out):
+    """One query head as 16-bit integers, 256 * high + low, both signed bytes; its scale, and the sums of each."""
     top = _largest(q, head_dim)
     inverse = np.float32(32512) / top if top > _ZERO else _ZERO
     sum_high, sum_low = np.int32(0), np.int32(0)
@@ -196,9 +203,9 @@ def _quantize_query(q, head_dim, out, fields):
         store_i8_of_ints(out + head_dim + d, x)
         sum_high += sum_ints(load_i8_as_ints(out + d))
         sum_low += sum_ints(load_i8_as_ints(out + head_dim + d))
-    store_f32(fields, top / np.float32(32512))
-    store_i32(fields + 4, sum_high)
-    store_i32(fields + 8, sum_low)
+    store_f32(out + 2 * head_dim, top / np.float32(32512))
+    store_i32(out + 2 * head_dim + 4, sum_high)
+    store_i32(out + 2 * head_dim + 8, sum_low)
 
 
 @inline
@@ -225,91 +232,96 @@ def _softmax_partition(row, pages, low, high, cap):
     return m, sum_tree(total)
 
 
+@inline
+def begin(out, state, group, head_dim):
+    """Nothing merged yet: `out` float32 [group, head_dim] is 0, `state` [group, 2] a maximum of -inf and a sum of 0."""
+    for g in range(group):
+        store_f32(state + 8 * g, _MINUS_INFINITY)
+        store_f32(state + 8 * g + 4, _ZERO)
+        for d in range(0, head_dim, 16):
+            store_floats(out + 4 * (head_dim * g + d), splat(_ZERO))
+
+
+@inline
+def merge(out, state, partial, group, head_dim):
+    """Add a partial result to what is merged so far."""
+    for g in range(group):
+        at, new = state + 8 * g, partial + 4 * (PARTIAL_FIELDS + head_dim) * g
+        top = max(load_f32(at), load_f32(new))
+        keep, add = exp_of(load_f32(at) - top), exp_of(load_f32(new) - top)
+        store_f32(at, top)
+        store_f32(at + 4, load_f32(at + 4) * keep + load_f32(new + 4) * add)
+        for d in range(0, head_dim, 16):
+            row = out + 4 * (head_dim * g + d)
+            store_floats(row, load_floats(row) * keep + load_floats(new + 4 * (PARTIAL_FIELDS + d)) * add)
+
+
+@inline
+def finish(out, state, group, head_dim):
+    """Divide by the sums of exponentials."""
+    for g in range(group):
+        total = splat(load_f32(state + 8 * g + 4))
+        for d in range(0, head_dim, 16):
+            row = out + 4 * (head_dim * g + d)
+            store_floats(row, load_floats(row) / total)
+
+
 @cache
 def attention_worker(group: int, quantized: int) -> int:
     """Address of the compiled worker for `group` query heads (1 to 8) that share a KV head, and the cache's type.
 
-    The worker's arguments, all int64: address of the queries (float32 [group, head_dim], rotated and scaled);
-    addresses of the layer's and head's keys and values in page 0, and of their scales (int8 only); bytes between
-    pages; address of the page table (int32); the token's position; the first position it sees; head_dim; address
-    of the soft cap (float32, 0 for none); address of the output (float32 [group, head_dim]); address of scratch.
+    It computes the partial result of one partition. Its arguments, all int64: address of the queries (float32 [group,
+    head_dim], rotated and scaled; for an int8 cache what `put_query` made of them); addresses of the layer's and
+    head's keys and values in page 0, and of their scales (int8 only); bytes between pages; address of the
+    partition's part of the page table (int32); the first token of the partition that is seen, and the one after the
+    last; head_dim; address of the soft cap (float32, 0 for none); address of the partial result; address of scratch.
     """
     row = 4 * PARTITION
 
     @worker(types.void(*[types.int64] * 13))
     def attend(
-        q, keys, values, k_scales, v_scales, page_bytes, table, position, first, head_dim, cap, out, scratch
+        q, keys, values, k_scales, v_scales, page_bytes, table, low, high, head_dim, cap, partial, scores
     ):
-        head_bytes = 4 * head_dim
-        scores = scratch
-        part = scores + row * MAX_GROUP  # values of one chunk of 16 dimensions [group, 16]
-        state = (
-            part + 64 * MAX_GROUP
-        )  # per head: maximum, sum, the two factors of a merge; then a query's fields
-        query = state + 32 * MAX_GROUP
-        for g in range(group):
-            store_f32(state + 32 * g, _MINUS_INFINITY)
-            store_f32(state + 32 * g + 4, _ZERO)
-            for c in range(0, head_dim, 16):
-                store_floats(out + head_bytes * g + 4 * c, splat(_ZERO))
+        partial_stride = 4 * (PARTIAL_FIELDS + head_dim)
+        query_stride = 2 * head_dim + 16
+        pages = (high + PAGE - 1) // PAGE
+        for page in range(low // PAGE, pages):
+            offset = load_i32(table + 4 * page) * page_bytes
+            k = keys + offset
             if quantized:
-                _quantize_query(q + head_bytes * g, head_dim, query + 2 * head_dim * g, state + 32 * g + 16)
-        for partition in range(first // PARTITION, position // PARTITION + 1):
-            start = partition * PARTITION
-            pages_of = table + 4 * (start // PAGE)
-            low, high = max(first - start, 0), min(position + 1 - start, PARTITION)
-            pages = (high + PAGE - 1) // PAGE
-            for page in range(low // PAGE, pages):
-                offset = load_i32(pages_of + 4 * page) * page_bytes
-                k = keys + offset
-                if quantized:
-                    above, below = zero_ints_tile(group), zero_ints_tile(group)
-                    for d in range(0, head_dim, 4):
-                        four = load_bytes(k + 16 * d)
-                        above = dot_rows(above, four, query + d, 2 * head_dim)
-                        below = dot_rows(below, four, query + head_dim + d, 2 * head_dim)
-                    s = join_dots(above, below, state + 16, 32, load_floats(k_scales + offset))
-                else:
-                    even, odd = zero_tile(group), zero_tile(group)
-                    for d in range(0, head_dim, 2):
-                        even = fma_rows(even, load_halfs(k + 32 * d), q + 4 * d, head_bytes)
-                        odd = fma_rows(odd, load_halfs(k + 32 * d + 32), q + 4 * d + 4, head_bytes)
-                    s = add_tiles(even, odd)
-                store_rows(s, scores + 64 * page, row)
-            for g in range(group):
-                m, total = _softmax_partition(scores + row * g, pages, low, high, load_f32(cap))
-                at = state + 32 * g
-                top = max(load_f32(at), m)
-                old, new = exp_of(load_f32(at) - top), exp_of(m - top)
-                store_f32(at, top)
-                store_f32(at + 4, load_f32(at + 4) * old + total * new)
-                store_f32(at + 8, old)
-                store_f32(at + 12, new)
-                if quantized:  # a value's scale multiplies its weight
-                    for page in range(low // PAGE, pages):
-                        scale = load_floats(v_scales + load_i32(pages_of + 4 * page) * page_bytes)
-                        weights = scores + row * g + 64 * page
-                        store_floats(weights, load_floats(weights) * scale)
-            for c in range(head_dim // 16):
-                acc = zero_tile(group)
-                for page in range(low // PAGE, pages):
-                    v = values + load_i32(pages_of + 4 * page) * page_bytes
-                    for token in range(max(low, PAGE * page), min(high, PAGE * page + PAGE)):
-                        if quantized:
-                            sixteen = to_floats(load_i8_as_ints(v + 16 * (PAGE * c + token - PAGE * page)))
-                        else:
-                            sixteen = load_halfs(v + 32 * (PAGE * c + token - PAGE * page))
-                        acc = fma_rows(acc, sixteen, scores + 4 * token, row)
-                store_rows(acc, part, 64)
-                for g in range(group):
-                    at = out + head_bytes * g + 64 * c
-                    old, new = load_f32(state + 32 * g + 8), load_f32(state + 32 * g + 12)
-                    store_floats(at, load_floats(at) * old + load_floats(part + 64 * g) * new)
+                above, below = zero_ints_tile(group), zero_ints_tile(group)
+                for d in range(0, head_dim, 4):
+                    four = load_bytes(k + 16 * d)
+                    above = dot_rows(above, four, q + d, query_stride)
+                    below = dot_rows(below, four, q + head_dim + d, query_stride)
+                s = join_dots(above, below, q + 2 * head_dim, query_stride, load_floats(k_scales + offset))
+            else:
+                even, odd = zero_tile(group), zero_tile(group)
+                for d in range(0, head_dim, 2):
+                    even = fma_rows(even, load_halfs(k + 32 * d), q + 4 * d, 4 * head_dim)
+                    odd = fma_rows(odd, load_halfs(k + 32 * d + 32), q + 4 * d + 4, 4 * head_dim)
+                s = add_tiles(even, odd)
+            store_rows(s, scores + 64 * page, row)
         for g in range(group):
-            total = load_f32(state + 32 * g + 4)
-            for c in range(0, head_dim, 16):
-                at = out + head_bytes * g + 4 * c
-                store_floats(at, load_floats(at) / splat(total))
+            m, total = _softmax_partition(scores + row * g, pages, low, high, load_f32(cap))
+            store_f32(partial + partial_stride * g, m)
+            store_f32(partial + partial_stride * g + 4, total)
+            if quantized:  # a value's scale multiplies its weight
+                for page in range(low // PAGE, pages):
+                    scale = load_floats(v_scales + load_i32(table + 4 * page) * page_bytes)
+                    weights = scores + row * g + 64 * page
+                    store_floats(weights, load_floats(weights) * scale)
+        for c in range(head_dim // 16):
+            acc = zero_tile(group)
+            for page in range(low // PAGE, pages):
+                v = values + load_i32(table + 4 * page) * page_bytes
+                for token in range(max(low, PAGE * page), min(high, PAGE * page + PAGE)):
+                    if quantized:
+                        sixteen = to_floats(load_i8_as_ints(v + 16 * (PAGE * c + token - PAGE * page)))
+                    else:
+                        sixteen = load_halfs(v + 32 * (PAGE * c + token - PAGE * page))
+                    acc = fma_rows(acc, sixteen, scores + 4 * token, row)
+            store_rows(acc, partial + 4 * PARTIAL_FIELDS + 64 * c, partial_stride)
 
     return attend
 

@@ -12,7 +12,21 @@ Knows nothing of files or requests; the fields of the tables are named in `kerne
 import numpy as np
 from numba import types
 
-from ropewalk.kernels.attention import PAGE, put_key, put_key_int8, put_value, put_value_int8
+from ropewalk.kernels.attention import (
+    MAX_GROUP,
+    PAGE,
+    PARTIAL_FIELDS,
+    PARTITION,
+    SCORES_BYTES,
+    begin,
+    finish,
+    merge,
+    put_key,
+    put_key_int8,
+    put_query,
+    put_value,
+    put_value_int8,
+)
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.pointwise import (
@@ -34,7 +48,7 @@ from ropewalk.kernels.simd import (
     load_i32,
     store_floats,
 )
-from ropewalk.kernels.sync import ACTIVE, BELL, STOP, atomic_load, barrier, chunk_of, take, wait_while
+from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, barrier, chunk_of, take, wait_while
 from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Matrix, Q, V
 
 READS_BYTES, READS_FLOATS = 1, 2
@@ -200,6 +214,10 @@ def _rotate_and_store(n_threads, words, job, layer, number):
                 bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0
                 _finish_head(job, q, bias, layer[Layer.Q_NORM], cos, sin)
                 scale_by(q, load_f32(job[Job.CONSTANTS] + 4), head_dim)
+                if job[Job.CACHE_IS_INT8]:
+                    put_query(
+                        q, head_dim, job[Job.QUERY_BYTES] + (2 * head_dim + 16) * (n_heads * token + head)
+                    )
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
@@ -213,43 +231,113 @@ def _page_table(job, token):
 
 
 @inline
+def _attend_partition(job, layer, number, token, h, first_head, partition, partial, scores):
+    """Partial result of one partition, for the heads of one pass: `first_head` of the group of KV head h, and on."""
+    group, head_dim = job[Job.N_HEADS] // job[Job.N_KV_HEADS], job[Job.HEAD_DIM]
+    position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
+    seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
+    start = partition * PARTITION
+    keys, values, key_scales, value_scales = _head_addresses(job, number, 0, h)
+    head = job[Job.N_HEADS] * token + group * h + first_head
+    if job[Job.CACHE_IS_INT8]:
+        q = job[Job.QUERY_BYTES] + (2 * head_dim + 16) * head
+    else:
+        q = job[Job.QUERIES] + 4 * head_dim * head
+    is_full = group - first_head >= job[Job.PASS_HEADS]
+    call(
+        job[Job.ATTENTION] if is_full else job[Job.ATTENTION_REST],
+        (
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            job[Job.PAGE_BYTES],
+            _page_table(job, token) + 4 * (start // PAGE),
+            max(seen - start, 0),
+            min(position + 1 - start, PARTITION),
+            head_dim,
+            job[Job.CONSTANTS] + 8,
+            partial,
+            scores,
+        ),
+    )
+
+
+@inline
+def _partitions(job, layer, token):
+    """The first partition that a token sees, and the one after the last."""
+    position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
+    seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
+    return seen // PARTITION, position // PARTITION + 1
+
+
+@inline
 def _attend(tid, n_threads, words, job, layer, number):
     """Each token's query heads against the cache; an item is a token and one of its KV heads."""
-    n_tokens, n_kv, head_dim = job[Job.N_TOKENS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM]
-    group = job[Job.N_HEADS] // n_kv
-    scratch = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
+    n_tokens, n_heads, n_kv = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.N_KV_HEADS]
+    head_dim, pass_heads, group = (
+        job[Job.HEAD_DIM],
+        job[Job.PASS_HEADS],
+        job[Job.N_HEADS] // job[Job.N_KV_HEADS],
+    )
+    scores = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
+    state = scores + SCORES_BYTES
+    partial = state + 8 * MAX_GROUP
     n_items = n_tokens * n_kv
     chunk = chunk_of(n_items, n_threads)
     first = take(words, 0) * chunk
     while first < n_items:
         for item in range(first, min(first + chunk, n_items)):
             token, h = item // n_kv, item % n_kv
-            position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
-            seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
-            table = _page_table(job, token)
-            keys, values, key_scales, value_scales = _head_addresses(job, number, 0, h)
-            for g in range(0, group, job[Job.PASS_HEADS]):
-                at = 4 * head_dim * (job[Job.N_HEADS] * token + group * h + g)
-                worker = job[Job.ATTENTION] if group - g >= job[Job.PASS_HEADS] else job[Job.ATTENTION_REST]
-                call(
-                    worker,
-                    (
-                        job[Job.QUERIES] + at,
-                        keys,
-                        values,
-                        key_scales,
-                        value_scales,
-                        job[Job.PAGE_BYTES],
-                        table,
-                        position,
-                        seen,
-                        head_dim,
-                        job[Job.CONSTANTS] + 8,
-                        job[Job.ATTENDED] + at,
-                        scratch,
-                    ),
-                )
+            begin_part, end_part = _partitions(job, layer, token)
+            for g in range(0, group, pass_heads):
+                heads = min(pass_heads, group - g)
+                out = job[Job.ATTENDED] + 4 * head_dim * (n_heads * token + group * h + g)
+                begin(out, state, heads, head_dim)
+                for partition in range(begin_part, end_part):
+                    _attend_partition(job, layer, number, token, h, g, partition, partial, scores)
+                    merge(out, state, partial, heads, head_dim)
+                finish(out, state, heads, head_dim)
         first = take(words, 0) * chunk
+
+
+@inline
+def _attend_split(tid, n_threads, words, job, layer, number):
+    """The same for few tokens with a long context: an item is a token, a KV head and a partition; then a merge."""
+    n_tokens, n_heads, n_kv = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.N_KV_HEADS]
+    head_dim, pass_heads, group = (
+        job[Job.HEAD_DIM],
+        job[Job.PASS_HEADS],
+        job[Job.N_HEADS] // job[Job.N_KV_HEADS],
+    )
+    scores = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
+    state = scores + SCORES_BYTES
+    most, stride = job[Job.MAX_PARTITIONS], 4 * (PARTIAL_FIELDS + head_dim)
+    item = take(words, 0)
+    while item < n_tokens * n_kv * most:
+        pair, partition = item // most, item % most
+        token, h = pair // n_kv, pair % n_kv
+        begin_part, end_part = _partitions(job, layer, token)
+        if begin_part <= partition and partition < end_part:
+            for g in range(0, group, pass_heads):
+                partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
+                _attend_partition(job, layer, number, token, h, g, partition, partial, scores)
+        item = take(words, 0)
+    barrier(tid, words, n_threads)
+    pair = take(words, 0)
+    while pair < n_tokens * n_kv:
+        token, h = pair // n_kv, pair % n_kv
+        begin_part, end_part = _partitions(job, layer, token)
+        for g in range(0, group, pass_heads):
+            heads = min(pass_heads, group - g)
+            out = job[Job.ATTENDED] + 4 * head_dim * (n_heads * token + group * h + g)
+            begin(out, state, heads, head_dim)
+            for partition in range(begin_part, end_part):
+                partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
+                merge(out, state, partial, heads, head_dim)
+            finish(out, state, heads, head_dim)
+        pair = take(words, 0)
 
 
 @inline
@@ -305,7 +393,10 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     barrier(tid, words, n_threads)
     _rotate_and_store(n_threads, words, job, layer, number)
     barrier(tid, words, n_threads)
-    _attend(tid, n_threads, words, job, layer, number)
+    if job[Job.MAX_PARTITIONS] > 0:
+        _attend_split(tid, n_threads, words, job, layer, number)
+    else:
+        _attend(tid, n_threads, words, job, layer, number)
     barrier(tid, words, n_threads)
     _attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
     barrier(tid, words, n_threads)
@@ -365,9 +456,7 @@ def _logits(tid, n_threads, words, job, matrix):
 def forward(tid, n_threads, words, job, layers, matrices):
     """One step as thread `tid` of `n_threads`; all of them return when the logits are complete."""
     n_layers = layers.shape[0]
-    n_logits = job[
-        Job.N_LOGITS
-    ]  # read before the last barrier: after it, the caller may fill in the next step
+    n_logits = job[Job.N_LOGITS]  # read now: after the last barrier the caller may fill in the next step
     post_norm = 0
     for number in range(n_layers):
         layer = layers[number]
@@ -402,13 +491,12 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
     tid : int
         This thread's number.
     words : int64 [...]
-        The team's shared words (`kernels.sync`). The caller of a step sets ACTIVE, the number of threads that take
-        part, and rings by adding to BELL; a STOP that is not 0 ends the service. A thread whose number is not below
-        ACTIVE returns.
+        The team's shared words (`kernels.sync`). The caller of a step rings by setting BELL; a STOP that is not 0
+        ends the service. A thread returns at once from a step that it takes no part in.
     job, layers, matrices : int64 [...], int64 [n_layers, ...], int64 [7 * n_layers + 1, ...]
         See `kernels.tables`.
     bell : int
-        What the BELL word held when this thread last looked.
+        What the BELL word held when this thread last looked; with `patience` = 0, the bell of the step to run.
 
     Returns
     -------
@@ -421,7 +509,7 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
             if now == bell or atomic_load(words, STOP) != 0:
                 return bell
             bell = now
-        n_threads = atomic_load(words, ACTIVE)
+        n_threads = bell % BELL_STEP
         if tid >= n_threads:
             return bell
         forward(tid, n_threads, words, job, layers, matrices)

@@ -18,11 +18,9 @@ from ropewalk.kernels.simd import I32, emit_call
 
 LINE = 8
 ARRIVED, GENERATION, BELL, STOP = (LINE * i for i in range(4))
-ACTIVE = LINE * 4  # members that take part in the step
-WAITED = (
-    LINE * 5
-)  # ns that member 0 has waited at barriers, beyond short spins; the next two words are its clock
-COUNTERS = LINE * 6  # three counters, so that three products can run between two barriers
+BELL_STEP = 1 << 16  # a bell is the step's number times this plus its number of threads: both in one word
+WAITED = LINE * 4  # ns that member 0 waited at barriers, short spins aside; the next two words are its clock
+COUNTERS = LINE * 5  # three counters, so that three products can run between two barriers
 N_COUNTERS = 3
 ASLEEP = COUNTERS + LINE * N_COUNTERS  # one word a thread
 SPINS_BEFORE_YIELD = 4096

@@ -45,14 +45,17 @@ class Job(IntEnum):
     LOGITS = 30  # float32 [n_logits, logit_stride / 4]
     LOGIT_STRIDE = 31  # bytes
     VOCAB = 32
-    SCRATCH = 33  # of attention, scratch_stride bytes a thread
+    SCRATCH = 33  # of attention, scratch_stride bytes a thread: scores, merge state, one partial result
     SCRATCH_STRIDE = 34
     ATTENTION = 35  # address of the attention worker for a full pass of heads
     ATTENTION_REST = 36  # and for the heads that remain in a group
     PASS_HEADS = 37  # query heads of a full pass
     OUTPUT_NORM = 38  # address of float32 [hidden]
-    CACHE_IS_INT8 = 40
     OUTPUT_INPUT = 39  # which tiles the output matrix reads: bit 0 bytes, bit 1 floats
+    CACHE_IS_INT8 = 40
+    QUERY_BYTES = 41  # int8 cache only: the queries as 16-bit integers
+    MAX_PARTITIONS = 42  # of the longest context, where attention is split over its partitions; else 0
+    PARTIALS = 43  # partial results of a split [n_tokens, n_kv_heads, max_partitions, group]
 
 
 class Layer(IntEnum):

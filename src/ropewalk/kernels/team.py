@@ -99,12 +99,6 @@ def _cgroup_folders(root: Path, self_cgroup: Path) -> list[Path]:
 
 
 @kernel
-def ring(words):
-    """Start a step: every member that waits in compiled code sees the bell."""
-    sync.atomic_add(words, sync.BELL, 1)
-
-
-@kernel
 def swap_word(words, index, value):
     """Set a shared word and give what it held before."""
     return sync.atomic_swap(words, index, value)
@@ -172,6 +166,7 @@ class Team:
         self._pid = os.getpid()
         self._crowding = _Crowding(self.n_threads)
         self._words = sync.new_sync(self.n_threads)
+        self._steps = 0
         self._wake = [threading.Semaphore(0) for _ in range(self.n_threads)]
         self._threads = [
             threading.Thread(
@@ -190,30 +185,31 @@ class Team:
         if self._pid != os.getpid():  # threads do not survive a fork
             self._start()
         active = self._crowding.team_size()
-        self._words[sync.ACTIVE] = active
         self._words[sync.WAITED] = 0
-        if active > 1:
-            ring(self._words)
-            self._wake_sleepers(active)
+        bell = self._ring(active)
         start = time.perf_counter_ns()
-        run_steps(0, self._words, *self._tables, 0, 0)
+        run_steps(0, self._words, *self._tables, bell, 0)
         self._crowding.note(active, int(self._words[sync.WAITED]), time.perf_counter_ns() - start)
 
     def close(self) -> None:
         """End the threads; harmless when called twice."""
         if self._pid == os.getpid() and self._threads:
             swap_word(self._words, sync.STOP, 1)
-            ring(self._words)
-            self._wake_sleepers(self.n_threads)
+            self._ring(self.n_threads)
             for thread in self._threads:
                 thread.join(timeout=10)
             self._threads = []
         _teams.discard(self)
 
-    def _wake_sleepers(self, active: int) -> None:
+    def _ring(self, active: int) -> int:
+        """Start a step of `active` members: those in compiled code see the bell, those asleep are woken."""
+        self._steps += 1
+        bell = self._steps * sync.BELL_STEP + active
+        swap_word(self._words, sync.BELL, bell)
         for tid in range(1, active):
             if swap_word(self._words, sync.ASLEEP + sync.LINE * tid, 0):
                 self._wake[tid].release()
+        return bell
 
 
 def _serve(tid, words, wake, tables):
