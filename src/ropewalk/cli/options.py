@@ -162,7 +162,7 @@ def machine(
         typer.Option("--context", "-c", min=1, help="Tokens of context. Default: the model's, up to 8192."),
     ] = None,
     cache_type: Annotated[
-        str, typer.Option("--cache-type", help="Type of the KV cache's elements.")
+        str, typer.Option("--cache-type", help="The KV cache's elements: float16 or int8.")
     ] = "float16",
 ) -> Machine:
     """The options that say how to run a model."""
