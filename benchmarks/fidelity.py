@@ -228,7 +228,9 @@ def report(result: dict) -> None:
     print(f"\nGreedy, {len(rows)} prompts × {rows[0]['tokens']} tokens: {same} continuations are identical.")
     if same == len(rows):
         return
-    print("At the first difference of each other one, Ropewalk's choice above llama.cpp's, in logits:\n")
+    sides = sum(row.get("gap_reference", 0) > 0 for row in rows)
+    print(f"At the first difference of the other {len(rows) - same}, the reference prefers Ropewalk's token")
+    print(f"{sides} times. The gaps are how far Ropewalk's choice is above llama.cpp's, in logits:\n")
     print("| prompt | token | Ropewalk | llama.cpp | reference's gap | Ropewalk's | llama.cpp's |")
     print("|---|---:|---|---|---:|---:|---:|")
     for row in rows:
