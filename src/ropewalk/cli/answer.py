@@ -36,7 +36,7 @@ def speed_line(output: RequestOutput, params: SamplingParams) -> str:
         parts.append(f"decode {t.generated_tokens} tokens, {t.decode_tps:.1f} tok/s")
     parts.append(f"first token after {t.time_to_first_token_s:.2f} s")
     if output.finish_reason == "length":
-        parts.append(f"cut after {t.generated_tokens} tokens")
+        parts.append("cut at the limit")
     if not params.greedy:
         parts.append(f"seed {output.seed}")
     return " | ".join(parts)
