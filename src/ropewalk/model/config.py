@@ -19,7 +19,6 @@ from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.families import (
     FAMILIES,
     INERT_KEYS,
-    OPTIONAL_TENSORS,
     UNIMPLEMENTED_KEYS,
     UNIMPLEMENTED_TENSORS,
     Activation,
@@ -265,7 +264,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> Non
                 f"tensor {name} has shape {list(found)}; its metadata asks for {list(shape)}"
             )
     for name in tensors:
-        if name in expected or name in OPTIONAL_TENSORS:
+        if name in expected:
             continue
         kind = name.split(".", 2)[2] if name.startswith("blk.") and name.count(".") >= 2 else name
         if kind in UNIMPLEMENTED_TENSORS or kind.endswith((".bias", ".scale")):

@@ -126,8 +126,6 @@ UNIMPLEMENTED_TENSORS = frozenset(
     )
 )
 
-OPTIONAL_TENSORS = ("output.weight", "rope_freqs.weight")
-
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a model of this configuration has; nothing else is read."""
