@@ -9,7 +9,7 @@ round, with flash attention off and on, and the better of its two medians is wha
 
 What is printed: medians over the rounds; the ratio, as the median of each round's ratio; the bytes that one
 decode step has to read (weights, and keys and values at the mean context); and the share of the machine's
-read bandwidth, measured between the rounds of the same run.
+read bandwidth, measured between the rounds of the same run. Use a quiet machine: what other processes take is measured too, and told.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def traffic(path: Path, context: int) -> Traffic:
 def run_rounds(own: Worker, peer: Worker, prompt: list[int], n_steps: int, n_rounds: int) -> dict:
     """Seconds of every round, by engine; the first round of each engine is thrown away as warm-up."""
     rounds: dict[str, list[dict]] = {"ropewalk": [], "off": [], "on": []}
-    bandwidth = []
+    bandwidth, busy = [], []
     for number in range(n_rounds + 1):
+        busy.append(share_of_cpu_in_use())
         bandwidth.append(own.ask(bandwidth=True)["bytes_per_s"])
         asked = {
             "ropewalk": own.ask(prompt=prompt, n_steps=n_steps),
@@ -98,7 +99,23 @@ def run_rounds(own: Worker, peer: Worker, prompt: list[int], n_steps: int, n_rou
             for engine, answer in asked.items():
                 rounds[engine].append(answer)
         print(f"round {number} of {n_rounds}" + ("" if number else " (warm-up)"), file=sys.stderr)
-    return {"rounds": rounds, "bandwidth": bandwidth}
+    return {"rounds": rounds, "bandwidth": bandwidth, "busy": max(busy)}
+
+
+def share_of_cpu_in_use(seconds: float = 0.5) -> float:
+    """How much of the machine other processes use now, while both engines wait: 0 ... 1, 0 if nothing tells."""
+
+    def ticks() -> tuple[int, int]:
+        user, nice, system, idle, iowait, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return user + nice + system + sum(rest), idle + iowait
+
+    try:
+        busy, idle = ticks()
+        time.sleep(seconds)
+        busy, idle = (b - a for a, b in zip((busy, idle), ticks(), strict=True))
+    except OSError:
+        return 0.0
+    return busy / (busy + idle) if busy + idle else 0.0
 
 
 def speeds(rounds: list[dict], what: str, n_tokens: int) -> list[float]:
@@ -125,6 +142,7 @@ def summarise(measured: dict, n_prefill: int, n_decode: int, bytes_read: Traffic
         summary["decode"][f"{engine}_bandwidth_share"] = share
     a, b = rounds["ropewalk"][0]["tokens"], rounds["off"][0]["tokens"]
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    summary["others_use_of_cpu"] = measured["busy"]
     return summary | {"bytes_per_token": vars(bytes_read), "same_tokens": same, "compared_tokens": len(a)}
 
 
@@ -169,6 +187,12 @@ def report(result: dict) -> None:
         f"the first {result['same_tokens']} of {result['compared_tokens']} greedy tokens are equal",
         highlight=False,
     )
+    if result["others_use_of_cpu"] > 0.05:
+        console.print(
+            f"Not a fair comparison: other processes used up to {result['others_use_of_cpu']:.0%} of the CPUs between "
+            "the rounds. Threads that spin at a barrier, as llama.cpp's do, suffer most from that.",
+            highlight=False,
+        )
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ def summary(compare):
             "on": rounds((1.0, 4.0), (4.0, 4.0), (4.0, 4.0)),
         },
         "bandwidth": [90.0, 100.0, 110.0, 100.0],
+        "busy": 0.02,
     }
     return compare.summarise(measured, 8, 4, compare.Traffic(weights=9, cache=1))
 
@@ -57,6 +58,11 @@ def test_share_of_the_bandwidth(summary):
     assert summary["read_bandwidth_bytes_per_s"] == 100.0
     assert summary["decode"]["ropewalk_bandwidth_share"] == 4.0 * 10 / 100
     assert summary["decode"]["llama_cpp_bandwidth_share"] == 2.0 * 10 / 100
+
+
+def test_how_busy_the_machine_was(compare, summary):
+    assert summary["others_use_of_cpu"] == 0.02
+    assert 0 <= compare.share_of_cpu_in_use(0.1) <= 1
 
 
 def test_how_far_the_greedy_tokens_agree(summary):
