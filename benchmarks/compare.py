@@ -9,7 +9,8 @@ round, with flash attention off and on, and the better of its two medians is wha
 
 What is printed: medians over the rounds; the ratio, as the median of each round's ratio; the bytes that one
 decode step has to read (weights, and keys and values at the mean context); and the share of the machine's
-read bandwidth, measured between the rounds of the same run. Use a quiet machine: what other processes take is measured too, and told.
+read bandwidth, measured between the rounds of the same run. Use a quiet machine: what other processes take is
+measured too, and told.
 """
 
 from __future__ import annotations
