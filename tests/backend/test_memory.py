@@ -66,7 +66,8 @@ def load(backend_of=CpuBackend):
 
 from ropewalk.backend.weights import _compile
 file = open_gguf(sys.argv[1])
-_compile([(info, fine) for info in file.tensors.values() if info.format.name == "Q8_0" for fine in (False, True)], print)
+q8 = [i for i in file.tensors.values() if i.format.name == "Q8_0"]
+_compile([(info, fine) for info in q8 for fine in (False, True)], print)
 before = memory("VmRSS")
 file, backend = load()
 largest = max(info.n_bytes for info in file.tensors.values())
