@@ -158,37 +158,37 @@ def _decode_iq4_xs(b, codes, s, at, r):
         _split_nibbles(b, 8 + 16 * g, codes, 32 * g)
 
 
-# ---- to panels: `codes` is uint8 [16, 256], `c` the group's first column in it, `q` the group's quant bytes
+# ---- to panels, four bytes at a time: `codes` is uint32 [16, words of a row], word j of a group holds the quants of
+# vector j; `c` is the group's first word in it, `q` the panel as uint32, `at` the group's first word there
+
+_LOW_BITS, _LOW_PAIRS, _LOW_NIBBLES = np.uint32(0x01010101), np.uint32(0x03030303), np.uint32(0x0F0F0F0F)
 
 
 @inline
 def _put_nibbles(codes, c, q, at):
     for line in range(4):
         for r in range(16):
-            for i in range(4):
-                low, high = codes[r, c + 8 * line + i], codes[r, c + 8 * line + 4 + i]
-                q[at + 64 * line + 4 * r + i] = (low & 15) | ((high & 15) << 4)
+            low, high = codes[r, c + 2 * line], codes[r, c + 2 * line + 1]
+            q[at + 16 * line + r] = (low & _LOW_NIBBLES) | ((high & _LOW_NIBBLES) << np.uint32(4))
 
 
 @inline
 def _put_bit_plane(codes, c, q, at, shift):
     for r in range(16):
-        for i in range(4):
-            plane = 0
-            for j in range(8):
-                plane |= ((codes[r, c + 4 * j + i] >> shift) & 1) << j
-            q[at + 4 * r + i] = plane
+        plane = np.uint32(0)
+        for j in range(8):
+            plane |= ((codes[r, c + j] >> np.uint32(shift)) & _LOW_BITS) << np.uint32(j)
+        q[at + r] = plane
 
 
 @inline
 def _put_two_bit_planes(codes, c, q, at, shift):
     for half in range(2):
         for r in range(16):
-            for i in range(4):
-                plane = 0
-                for j in range(4):
-                    plane |= ((codes[r, c + 16 * half + 4 * j + i] >> shift) & 3) << (2 * j)
-                q[at + 64 * half + 4 * r + i] = plane
+            plane = np.uint32(0)
+            for j in range(4):
+                plane |= ((codes[r, c + 4 * half + j] >> np.uint32(shift)) & _LOW_PAIRS) << np.uint32(2 * j)
+            q[at + 16 * half + r] = plane
 
 
 def _put_4(codes, c, q, at):
@@ -197,12 +197,12 @@ def _put_4(codes, c, q, at):
 
 def _put_5(codes, c, q, at):
     _put_nibbles(codes, c, q, at)
-    _put_bit_plane(codes, c, q, at + 256, 4)
+    _put_bit_plane(codes, c, q, at + 64, 4)
 
 
 def _put_6(codes, c, q, at):
     _put_nibbles(codes, c, q, at)
-    _put_two_bit_planes(codes, c, q, at + 256, 4)
+    _put_two_bit_planes(codes, c, q, at + 64, 4)
 
 
 def _put_2(codes, c, q, at):
@@ -211,14 +211,13 @@ def _put_2(codes, c, q, at):
 
 def _put_3(codes, c, q, at):
     _put_two_bit_planes(codes, c, q, at, 0)
-    _put_bit_plane(codes, c, q, at + 128, 2)
+    _put_bit_plane(codes, c, q, at + 32, 2)
 
 
 def _put_8(codes, c, q, at):
     for j in range(8):
         for r in range(16):
-            for i in range(4):
-                q[at + 64 * j + 4 * r + i] = codes[r, c + 4 * j + i]
+            q[at + 16 * j + r] = codes[r, c + j]
 
 
 _STEPS = {
@@ -289,10 +288,12 @@ def _block_packer(kind, decode, put, columns, groups, block_bytes, quant_bytes, 
     @kernel
     def pack(raw, panels, first):
         codes = np.zeros((16, columns), np.uint8)
+        code_words = codes.view(np.uint32)
         blocks = raw.shape[1] // block_bytes
         scales = blocks * groups * quant_bytes
         for p in range(panels.shape[0]):
             panel = panels[p]
+            words = panel.view(np.uint32)
             rows = min(16, raw.shape[0] - 16 * (first + p))
             codes[:] = 0
             for block in range(blocks):
@@ -300,6 +301,6 @@ def _block_packer(kind, decode, put, columns, groups, block_bytes, quant_bytes, 
                     source = raw[16 * (first + p) + r, block * block_bytes : (block + 1) * block_bytes]
                     decode(source, codes[r], panel, scales + block * scale_bytes, r)
                 for g in range(groups):
-                    put(codes, 32 * g, panel, (block * groups + g) * quant_bytes)
+                    put(code_words, 8 * g, words, (block * groups + g) * quant_bytes // 4)
 
     return pack
