@@ -48,7 +48,17 @@ from ropewalk.kernels.simd import (
     load_i32,
     store_floats,
 )
-from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, barrier, chunk_of, take, wait_while
+from ropewalk.kernels.sync import (
+    BELL,
+    BELL_STEP,
+    STOP,
+    atomic_load,
+    atomic_swap,
+    barrier,
+    chunk_of,
+    take,
+    wait_while,
+)
 from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Matrix, Q, V
 
 READS_BYTES, READS_FLOATS = 1, 2
@@ -491,8 +501,8 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
     tid : int
         This thread's number.
     words : int64 [...]
-        The team's shared words (`kernels.sync`). The caller of a step rings by setting BELL; a STOP that is not 0
-        ends the service. A thread returns at once from a step that it takes no part in.
+        The team's shared words (`kernels.sync`). The thread that runs one step rings for the others by setting BELL;
+        a STOP that is not 0 ends their service. A thread returns at once from a step that it takes no part in.
     job, layers, matrices : int64 [...], int64 [n_layers, ...], int64 [7 * n_layers + 1, ...]
         See `kernels.tables`.
     bell : int
@@ -503,6 +513,8 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
     int
         What the BELL word held at the last look.
     """
+    if patience == 0:
+        atomic_swap(words, BELL, bell)
     while True:
         if patience > 0:
             now = wait_while(words, BELL, bell, patience)

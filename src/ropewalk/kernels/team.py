@@ -18,6 +18,8 @@ from ropewalk.kernels import sync
 from ropewalk.kernels.forward import run_steps
 from ropewalk.kernels.jit import kernel
 
+LONGEST_SLEEP_S = 0.05
+
 
 def available_threads(
     cgroup: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")
@@ -185,44 +187,44 @@ class Team:
         if self._pid != os.getpid():  # threads do not survive a fork
             self._start()
         active = self._crowding.team_size()
+        self._steps += 1
         self._words[sync.WAITED] = 0
-        bell = self._ring(active)
+        self._wake_sleepers(active)
         start = time.perf_counter_ns()
-        run_steps(0, self._words, *self._tables, bell, 0)
+        run_steps(0, self._words, *self._tables, self._steps * sync.BELL_STEP + active, 0)
         self._crowding.note(active, int(self._words[sync.WAITED]), time.perf_counter_ns() - start)
 
     def close(self) -> None:
         """End the threads; harmless when called twice."""
         if self._pid == os.getpid() and self._threads:
             swap_word(self._words, sync.STOP, 1)
-            self._ring(self.n_threads)
+            self._wake_sleepers(self.n_threads)
             for thread in self._threads:
                 thread.join(timeout=10)
             self._threads = []
         _teams.discard(self)
 
-    def _ring(self, active: int) -> int:
-        """Start a step of `active` members: those in compiled code see the bell, those asleep are woken."""
-        self._steps += 1
-        bell = self._steps * sync.BELL_STEP + active
-        swap_word(self._words, sync.BELL, bell)
+    def _wake_sleepers(self, active: int) -> None:
         for tid in range(1, active):
             if swap_word(self._words, sync.ASLEEP + sync.LINE * tid, 0):
                 self._wake[tid].release()
-        return bell
 
 
 def _serve(tid, words, wake, tables):
-    """A member's life: steps in compiled code, sleep when there are none."""
+    """A member's life: steps in compiled code, sleep when there are none.
+
+    The bell rings in compiled code, so that an interrupt can never come between it and the caller's own part. A member
+    that fell asleep after the caller looked for sleepers finds the bell when its sleep times out.
+    """
     asleep = sync.ASLEEP + sync.LINE * tid
     bell = 0
     while not read_word(words, sync.STOP):
         bell = run_steps(tid, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
         swap_word(words, asleep, 1)
-        missed = read_word(words, sync.BELL) != bell or read_word(words, sync.STOP)
-        if missed and swap_word(words, asleep, 0):
-            continue  # rung between the last look and falling asleep, and nobody is going to wake us
-        wake.acquire()
+        while read_word(words, sync.BELL) == bell and not read_word(words, sync.STOP):
+            if wake.acquire(timeout=LONGEST_SLEEP_S):
+                break
+        swap_word(words, asleep, 0)
 
 
 _teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
