@@ -5,7 +5,8 @@
 MODEL is anything `ropewalk run` takes; the other Python is one that has llama-cpp-python installed. Each
 engine lives in a process of its own for the whole run, and each round asks one, then the other, for the same
 work: prefill a prompt of --prefill tokens, then decode --decode tokens greedily. llama.cpp works twice a
-round, with flash attention off and on, and the better of its two medians is what Ropewalk is compared with.
+round, with flash attention off and on, and the better of its two medians is what Ropewalk is compared with. Every
+round has a prompt of its own, so that no engine can answer from what it kept of an earlier one.
 
 What is printed: medians over the rounds; the ratio, as the median of each round's ratio; the bytes that one
 decode step has to read (weights, and keys and values at the mean context); and the share of the machine's
@@ -84,11 +85,26 @@ def traffic(path: Path, context: int) -> Traffic:
         return Traffic(weights, 2 * seen * config.n_kv_heads * config.head_dim * 2)
 
 
-def run_rounds(own: Worker, peer: Worker, prompt: list[int], n_steps: int, n_rounds: int) -> dict:
-    """Seconds of every round, by engine; the first round of each engine is thrown away as warm-up."""
+def different_prompts(ids: list[int], n_tokens: int, count: int) -> list[list[int]]:
+    """`count` stretches of the text, no two of which begin alike.
+
+    An engine that keeps the keys and values of a prompt it has seen would otherwise skip the prefill from the second
+    round on, and what is measured would be a look-up.
+    """
+    if len(ids) < n_tokens + count:
+        raise SystemExit(f"--prefill: the text has only {len(ids)} tokens")
+    step = (len(ids) - n_tokens) // count
+    prompts = [ids[i * step : i * step + n_tokens] for i in range(count)]
+    if len({tuple(prompt[:16]) for prompt in prompts}) < count:
+        raise SystemExit("two prompts begin with the same 16 tokens: choose other --prefill or --repeats")
+    return prompts
+
+
+def run_rounds(own: Worker, peer: Worker, prompts: list[list[int]], n_steps: int) -> dict:
+    """Seconds of every round, by engine, one prompt a round; the first round is thrown away as warm-up."""
     rounds: dict[str, list[dict]] = {"ropewalk": [], "off": [], "on": []}
     bandwidth, busy = [], []
-    for number in range(n_rounds + 1):
+    for number, prompt in enumerate(prompts):
         busy.append(share_of_cpu_in_use())
         bandwidth.append(own.ask(bandwidth=True)["bytes_per_s"])
         asked = {
@@ -99,7 +115,7 @@ def run_rounds(own: Worker, peer: Worker, prompt: list[int], n_steps: int, n_rou
         if number:
             for engine, answer in asked.items():
                 rounds[engine].append(answer)
-        print(f"round {number} of {n_rounds}" + ("" if number else " (warm-up)"), file=sys.stderr)
+        print(f"round {number} of {len(prompts) - 1}" + ("" if number else " (warm-up)"), file=sys.stderr)
     return {"rounds": rounds, "bandwidth": bandwidth, "busy": max(busy)}
 
 
@@ -141,10 +157,20 @@ def summarise(measured: dict, n_prefill: int, n_decode: int, bytes_read: Traffic
     for engine in ("ropewalk", "llama_cpp"):
         share = bytes_read.total * summary["decode"][f"{engine}_tokens_per_s"] / bandwidth
         summary["decode"][f"{engine}_bandwidth_share"] = share
-    a, b = rounds["ropewalk"][0]["tokens"], rounds["off"][0]["tokens"]
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    same = [
+        agreement(a["tokens"], b["tokens"]) for a, b in zip(rounds["ropewalk"], rounds["off"], strict=True)
+    ]
     summary["others_use_of_cpu"] = measured["busy"]
-    return summary | {"bytes_per_token": vars(bytes_read), "same_tokens": same, "compared_tokens": len(a)}
+    return summary | {
+        "bytes_per_token": vars(bytes_read),
+        "same_tokens": same,
+        "compared_tokens": n_decode + 1,
+    }
+
+
+def agreement(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences have in common before they part."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def cpu_name() -> str:
@@ -185,7 +211,8 @@ def report(result: dict) -> None:
         f"read bandwidth {result['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s\n"
         f"medians of {result['repeats']} rounds; {result['cpu']}; {result['versions'][0]} "
         f"({result['kernels']}) and {result['versions'][1]}; "
-        f"the first {result['same_tokens']} of {result['compared_tokens']} greedy tokens are equal",
+        f"greedy tokens equal before the first difference, of {result['compared_tokens']}, in each round: "
+        f"{', '.join(map(str, result['same_tokens']))}",
         highlight=False,
     )
     if result["others_use_of_cpu"] > 0.05:
@@ -216,10 +243,9 @@ def main() -> None:
 
     own = Worker(sys.executable, "worker_ropewalk.py", path, n_threads, n_ctx)
     peer = Worker(options.peer_python, "worker_llama_cpp.py", path, n_threads, n_ctx)
-    prompt = own.ask(encode=TEXT.read_text())["ids"][: options.prefill]
-    if len(prompt) < options.prefill:
-        raise SystemExit(f"--prefill: {TEXT.name} has only {len(prompt)} tokens")
-    measured = run_rounds(own, peer, prompt, options.decode, options.repeats)
+    ids = own.ask(encode=TEXT.read_text())["ids"]
+    prompts = different_prompts(ids, options.prefill, options.repeats + 1)
+    measured = run_rounds(own, peer, prompts, options.decode)
     own.close()
     peer.close()
 

@@ -65,8 +65,19 @@ def test_how_busy_the_machine_was(compare, summary):
     assert 0 <= compare.share_of_cpu_in_use(0.1) <= 1
 
 
+def test_no_round_sees_a_prompt_that_begins_like_an_earlier_one(compare):
+    """Or a prefix cache would answer, and its look-ups would be measured as prefill."""
+    prompts = compare.different_prompts(list(range(1000)), 100, 8)
+    assert [len(prompt) for prompt in prompts] == [100] * 8
+    assert len({prompt[0] for prompt in prompts}) == 8
+    with pytest.raises(SystemExit, match="begin with the same 16 tokens"):
+        compare.different_prompts([7] * 1000, 100, 8)
+    with pytest.raises(SystemExit, match="only 50 tokens"):
+        compare.different_prompts([7] * 50, 100, 8)
+
+
 def test_how_far_the_greedy_tokens_agree(summary):
-    assert (summary["same_tokens"], summary["compared_tokens"]) == (2, 3)
+    assert (summary["same_tokens"], summary["compared_tokens"]) == ([2, 2, 2], 5)
 
 
 def test_bytes_that_a_step_reads(compare, smollm2):
