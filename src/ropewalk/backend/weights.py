@@ -111,7 +111,7 @@ def pack_model(
     report = progress or (lambda what, share: None)
     _compile(infos, report)
     sizes = [_panels(info) * PACKED[info.format.name].panel_bytes(info.shape[1]) for info, _ in infos]
-    arena = np.empty(sum(sizes) + 8192, np.uint8)  # prefetches run past the end; reads do not
+    arena = np.empty(sum(sizes) + 64, np.uint8)
     start = -arena.ctypes.data % 64
     matrices = np.zeros((len(infos), MATRIX_FIELDS), np.int64)
     done = 0

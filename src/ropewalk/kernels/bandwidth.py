@@ -6,16 +6,14 @@ import time
 import numpy as np
 
 from ropewalk.kernels.jit import kernel
-from ropewalk.kernels.simd import load_bytes, prefetch, store_bytes
+from ropewalk.kernels.simd import load_bytes, store_bytes
 
 
 @kernel
 def read_bytes(address, n_bytes, out):
-    """Read every cache line of a range (a multiple of 256 bytes), with the prefetches that the weight kernels use."""
+    """Read every cache line of a range (a multiple of 256 bytes), as the weight kernels do: one ascending stream."""
     a, b = load_bytes(address), load_bytes(address)
     for at in range(address, address + n_bytes, 256):
-        for line in range(4):
-            prefetch(at + 4096 + 64 * line)
         a = a ^ load_bytes(at) ^ load_bytes(at + 64)
         b = b ^ load_bytes(at + 128) ^ load_bytes(at + 192)
     store_bytes(out, a ^ b)
@@ -37,7 +35,7 @@ def measure_read_bandwidth(n_threads: int, n_bytes: int = 1 << 29, repeats: int 
         Bytes per second.
     """
     share = n_bytes // n_threads // 256 * 256
-    data = np.ones(share * n_threads + 8192, np.uint8)
+    data = np.ones(share * n_threads, np.uint8)
     outs = np.zeros((n_threads, 64), np.uint8)
     read_bytes(data.ctypes.data, 256, outs.ctypes.data)
     speeds = []

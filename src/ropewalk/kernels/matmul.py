@@ -40,7 +40,6 @@ from ropewalk.kernels.simd import (
     floats,
     halfs,
     ints,
-    prefetch,
     store_tile,
     tile_of,
     zero_tile,
@@ -50,7 +49,6 @@ from ropewalk.kernels.unpack import read_scales, unpack
 TILES = (1, 2, 4, 8, 16)
 TOKEN_GROUP_BYTES = 48
 FINE_TOKEN_GROUP_BYTES = 80
-PREFETCH_BYTES = 4096  # how far ahead a weight stream is asked for
 
 
 def max_tile() -> int:
@@ -160,22 +158,21 @@ def matmul_worker(kind: int, tile: int, fine: int) -> int:
     if kind in F.FLOAT_KINDS:
         return _float_worker(kind, tile)
     packed = F.FORMAT_OF_KIND[kind]
-    quant_bytes = packed.quant_bytes
-    prefetch_lines = -(-(quant_bytes + packed.group_bytes) // 64)
-    group_bytes = (FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES) * tile
+    groups, quant_bytes = packed.block_groups, packed.quant_bytes
+    scale_bytes, block_bytes = packed.scale_bytes, packed.block_bytes
+    tile_bytes = (FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES) * tile
 
     @worker(_SIGNATURE)
     def matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
         for p in range(n_panels):
-            quants = panels + p * panel_bytes
-            scales = quants + n_groups * quant_bytes
+            block = panels + p * panel_bytes
             acc = zero_tile(tile)
-            for g in range(n_groups):
-                at = quants + g * quant_bytes
-                for line in range(prefetch_lines):
-                    prefetch(at + PREFETCH_BYTES + 64 * line)
-                w, s = unpack(kind, at), read_scales(kind, scales, g)
-                acc = accumulate(kind, tile, fine, acc, w, s, x + g * group_bytes)
+            for first in range(0, n_groups, groups):
+                for g in range(groups):
+                    quants = block + scale_bytes + g * quant_bytes
+                    w, s = unpack(kind, quants), read_scales(kind, block, g)
+                    acc = accumulate(kind, tile, fine, acc, w, s, x + (first + g) * tile_bytes)
+                block += block_bytes
             store_tile(acc, y + p * 64, y_stride, n_tokens, add)
 
     return matmul
@@ -219,7 +216,6 @@ def _float_worker(kind: int, tile: int) -> int:
             w = panels + p * panel_bytes
             for g in range(n_groups):
                 for k in range(group):
-                    prefetch(w + PREFETCH_BYTES)
                     acc = accumulate_float(kind, tile, acc, w, x + (g * tile * group + k) * 4)
                     w += column_bytes
             store_tile(acc, y + p * 64, y_stride, n_tokens, add)

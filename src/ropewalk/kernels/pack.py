@@ -13,8 +13,8 @@ from numba import types
 from ropewalk.kernels import formats as F
 from ropewalk.kernels.jit import inline, kernel
 
-# ---- from blocks: `b` is the block's bytes, `codes` uint8 [columns of the block], `s` the panel's scale bytes, where
-# `at` is the first scale byte of the block's group or block of groups and `r` the row within the panel
+# ---- from blocks: `b` is the block's bytes, `codes` uint8 [columns of the block], `s` the panel, `at` the first byte
+# of the block's scales in it, and `r` the row within the panel
 
 
 @inline
@@ -114,8 +114,8 @@ def _decode_q5_k(b, codes, s, at, r):
 def _decode_q6_k(b, codes, s, at, r):
     _copy2(s, at + 2 * r, b, 208)
     for g in range(8):
-        s[at + 32 + 32 * g + r] = b[192 + 2 * g]
-        s[at + 32 + 32 * g + 16 + r] = b[192 + 2 * g + 1]
+        s[at + 64 + 32 * g + r] = b[192 + 2 * g]
+        s[at + 80 + 32 * g + r] = b[192 + 2 * g + 1]
     for n in range(2):
         for i in range(32):
             low, low2, high = b[64 * n + i], b[64 * n + 32 + i], b[128 + 32 * n + i]
@@ -130,7 +130,7 @@ def _decode_q3_k(b, codes, s, at, r):
     for i in range(16):
         low = np.int64(b[96 + (i & 7)] >> (4 * (i >> 3))) & 15
         high = np.int64(b[104 + (i & 3)] >> (2 * (i >> 2))) & 3
-        s[at + 32 + 16 * i + r] = ((low | (high << 4)) - 32) & 255
+        s[at + 64 + 16 * i + r] = ((low | (high << 4)) - 32) & 255
     for n in range(2):
         for j in range(4):
             for i in range(32):
@@ -154,7 +154,7 @@ def _decode_iq4_xs(b, codes, s, at, r):
     high = b[2] | (np.int64(b[3]) << 8)
     for g in range(8):
         low = (b[4 + (g >> 1)] >> (4 * (g & 1))) & 15
-        s[at + 32 + 16 * g + r] = ((low | (((high >> (2 * g)) & 3) << 4)) - 32) & 255
+        s[at + 64 + 16 * g + r] = ((low | (((high >> (2 * g)) & 3) << 4)) - 32) & 255
         _split_nibbles(b, 8 + 16 * g, codes, 32 * g)
 
 
@@ -257,12 +257,9 @@ def packer(kind: int, block_bytes: int):
     if kind in F.FLOAT_KINDS:
         return _float_packer(block_bytes)
     packed = F.FORMAT_OF_KIND[kind]
-    columns = F.BLOCK if packed.blocked else F.GROUP
-    groups = columns // F.GROUP
-    quant_bytes = packed.quant_bytes
-    scale_bytes = packed.header_bytes + groups * packed.group_bytes
     decode, put = (inline(step) for step in _STEPS[kind])
-    return _block_packer(kind, decode, put, columns, groups, block_bytes, quant_bytes, scale_bytes)
+    sizes = packed.block_groups, packed.quant_bytes, packed.scale_bytes, packed.block_bytes
+    return _block_packer(kind, decode, put, block_bytes, *sizes)
 
 
 def compile_packer(kind: int, block_bytes: int) -> None:
@@ -284,23 +281,22 @@ def _float_packer(size: int):
     return pack
 
 
-def _block_packer(kind, decode, put, columns, groups, block_bytes, quant_bytes, scale_bytes):
+def _block_packer(kind, decode, put, raw_bytes, groups, quant_bytes, scale_bytes, block_bytes):
     @kernel
     def pack(raw, panels, first):
-        codes = np.zeros((16, columns), np.uint8)
+        codes = np.zeros((16, 32 * groups), np.uint8)
         code_words = codes.view(np.uint32)
-        blocks = raw.shape[1] // block_bytes
-        scales = blocks * groups * quant_bytes
         for p in range(panels.shape[0]):
             panel = panels[p]
             words = panel.view(np.uint32)
             rows = min(16, raw.shape[0] - 16 * (first + p))
             codes[:] = 0
-            for block in range(blocks):
+            for block in range(raw.shape[1] // raw_bytes):
+                at = block * block_bytes
                 for r in range(rows):
-                    source = raw[16 * (first + p) + r, block * block_bytes : (block + 1) * block_bytes]
-                    decode(source, codes[r], panel, scales + block * scale_bytes, r)
+                    source = raw[16 * (first + p) + r, block * raw_bytes : (block + 1) * raw_bytes]
+                    decode(source, codes[r], panel, at, r)
                 for g in range(groups):
-                    put(code_words, 8 * g, words, (block * groups + g) * quant_bytes // 4)
+                    put(code_words, 8 * g, words, (at + scale_bytes + g * quant_bytes) // 4)
 
     return pack

@@ -199,18 +199,6 @@ def load_i8_as_ints(typing_context, address):
     return ints(types.int64), emit
 
 
-@intrinsic
-def prefetch(typing_context, address):
-    """Ask for the cache line at an address, which need not exist."""
-
-    def emit(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I8.as_pointer())
-        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
-
-
 # ---- arithmetic
 
 

@@ -177,22 +177,22 @@ _UNPACK = {
 }
 
 
-# ---- scales: (d, m, s0, s1)
+# ---- scales: (d, m, s0, s1) of group g of the block at p
 
 
 def _scale(p, g):
-    d = load_halfs(p + 32 * g)
+    d = load_halfs(p)
     return d, d, d, d
 
 
 def _scale_and_minimum(p, g):
-    d = load_halfs(p + 64 * g)
-    return d, load_halfs(p + 64 * g + 32), d, d
+    d = load_halfs(p)
+    return d, load_halfs(p + 32), d, d
 
 
 def _exponent(p, g):
     """2^(e - 128): half of 2^(e - 127), because the table holds twice the values."""
-    d = _power_of_two(load_u8_as_ints(p + 16 * g))
+    d = _power_of_two(load_u8_as_ints(p))
     return d, d, d, d
 
 
@@ -210,32 +210,30 @@ def _power_of_two(typing_context, e):
 
 
 def _block_scale_and_minimum(p, g):
-    block = p + (g >> 3) * 320
-    at = block + 64 + (g & 7) * 32
-    d = load_halfs(block) * to_floats(load_u8_as_ints(at))
-    m = load_halfs(block + 32) * to_floats(load_u8_as_ints(at + 16))
+    d = load_halfs(p) * to_floats(load_u8_as_ints(p + 64 + 32 * g))
+    m = load_halfs(p + 32) * to_floats(load_u8_as_ints(p + 80 + 32 * g))
     return d, splat(np.float32(0)) - m, d, d
 
 
 def _block_scale(p, g):
-    block = p + (g >> 3) * 160
-    d = load_halfs(block) * to_floats(load_i8_as_ints(block + 32 + (g & 7) * 16))
+    d = load_halfs(p) * to_floats(load_i8_as_ints(p + 64 + 16 * g))
     return d, d, d, d
 
 
 def _block_half_scales(p, g):
-    block = p + (g >> 3) * 288
-    at = block + 32 + (g & 7) * 32
-    d = load_halfs(block)
-    return d, d, to_floats(load_i8_as_ints(at)), to_floats(load_i8_as_ints(at + 16))
+    d = load_halfs(p)
+    return d, d, to_floats(load_i8_as_ints(p + 64 + 32 * g)), to_floats(load_i8_as_ints(p + 80 + 32 * g))
 
 
 def _block_half_nibbles(p, g):
     """Q2_K: s0 and s1 hold the bytes themselves; `accumulate` splits scale and minimum."""
-    block = p + (g >> 3) * 320
-    at = block + 64 + (g & 7) * 32
-    m = splat(np.float32(0)) - load_halfs(block + 32)
-    return load_halfs(block), m, to_floats(load_u8_as_ints(at)), to_floats(load_u8_as_ints(at + 16))
+    m = splat(np.float32(0)) - load_halfs(p + 32)
+    return (
+        load_halfs(p),
+        m,
+        to_floats(load_u8_as_ints(p + 64 + 32 * g)),
+        to_floats(load_u8_as_ints(p + 80 + 32 * g)),
+    )
 
 
 _SCALES = {
@@ -261,7 +259,7 @@ def unpack(kind, address):
 
 
 def read_scales(kind, address, group):
-    """(d, m, s0, s1) of group `group`, floats each."""
+    """(d, m, s0, s1) of group `group` of the block at `address`, floats each."""
     raise NotImplementedError("only inside kernels")
 
 
