@@ -165,7 +165,7 @@ def test_k1_a_rung_that_cannot_be_used_is_refused(monkeypatch):
 def test_a_cache_has_the_bytes_of_the_formula(backend, config, dtype, head_bytes):
     cache = backend.new_cache(3, dtype)
     assert cache.n_bytes == 3 * 16 * 2 * config.n_layers * config.n_kv_heads * head_bytes
-    assert cache.data.nbytes == cache.n_pages * cache.bytes_per_page == cache.n_bytes
+    assert cache.data.nbytes + cache.scales.nbytes == cache.n_pages * cache.bytes_per_page == cache.n_bytes
 
 
 def test_an_int8_cache_is_close_and_its_bits_do_not_depend_on_chunks(backend, whole):
@@ -175,6 +175,22 @@ def test_an_int8_cache_is_close_and_its_bits_do_not_depend_on_chunks(backend, wh
     assert np.array_equal(prefill, np.concatenate(one_by_one))
     assert not np.array_equal(prefill, whole)
     assert np.abs(prefill - whole).max() < 0.1 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_copied_page_continues_like_the_original(backend, dtype):
+    cache = backend.new_cache(6, dtype)
+    table = np.array([4, 1, 2], np.int32)
+    run(backend, cache, TOKENS[:20], table=table, rows=[19])
+    cache.copy_pages([(1, 3), (3, 5), (2, 3)])
+    branch = run(backend, cache, TOKENS[30:40], 20, table=np.array([4, 5, 0], np.int32))
+    expected = run(backend, cache, TOKENS[30:40], 20, table=table)
+    assert np.array_equal(branch, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_page_has_the_bytes_that_were_said_before(backend, dtype):
+    assert backend.page_bytes(dtype) == backend.new_cache(1, dtype).bytes_per_page
 
 
 def test_an_unknown_cache_type_is_refused(backend):

@@ -9,13 +9,13 @@ from ropewalk.kernels.simd import call
 
 
 @kernel
-def put(page, scales, slot, k, v, d, n_bytes):
-    if scales == 0:
-        A.put_key(page, slot, k, d)
-        A.put_value(page + n_bytes, slot, v, d)
+def put(k_page, v_page, k_scales, v_scales, slot, k, v, d, int8):
+    if int8:
+        A.put_key_int8(k_page, k_scales, slot, k, d)
+        A.put_value_int8(v_page, v_scales, slot, v, d)
     else:
-        A.put_key_int8(page, scales, slot, k, d)
-        A.put_value_int8(page + n_bytes, scales + 64, slot, v, d)
+        A.put_key(k_page, slot, k, d)
+        A.put_value(v_page, slot, v, d)
 
 
 def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
@@ -23,16 +23,14 @@ def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
     group, d = q.shape
     n_pages = -(-len(k) // 16)
     order = np.arange(n_pages) if order is None else order
-    n_bytes = 16 * d * (1 if int8 else 2)
-    pages = np.full(
-        (n_pages, A.page_bytes(1, d, int8)), 0xFF, np.uint8
-    )  # what was never written must not matter
+    size = A.head_page_bytes(d, int8)
+    pages = np.full((2, n_pages, size), 0xFF, np.uint8)  # what was never written must not matter
+    scales = np.full((2, n_pages, 16), np.nan, np.float32)
     for token, (key, value) in enumerate(zip(k.copy(), v.copy(), strict=True)):
-        page = pages[order[token // 16]].ctypes.data
-        scales = page + 2 * n_bytes if int8 else 0
-        put(page, scales, token % 16, key.ctypes.data, value.ctypes.data, d, n_bytes)
-    start = pages.ctypes.data
-    keys = (start, start + n_bytes, start + 2 * n_bytes, start + 2 * n_bytes + 64, pages.shape[1])
+        at = order[token // 16]
+        where = [a[i, at].ctypes.data for a in (pages, scales) for i in (0, 1)]
+        put(*where, token % 16, key.ctypes.data, value.ctypes.data, d, int8)
+    keys = (*(a[i].ctypes.data for a in (pages, scales) for i in (0, 1)), size)
     table, cap_at = order.astype(np.int32), np.array([cap], np.float32)
     out, partial = np.zeros((group, d), np.float32), np.zeros((group, A.partial_bytes(d)), np.uint8)
     scratch = np.zeros(A.SCORES_BYTES, np.uint8)

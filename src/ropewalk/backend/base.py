@@ -10,6 +10,7 @@ The slot of a token is `page_tables[sequence, position // PAGE_SIZE] * PAGE_SIZE
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -134,6 +135,10 @@ class KVCache(Protocol):
         """Bytes allocated for all pages."""
         ...
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, all layers, from the first to the second of each pair, one pair after the other."""
+        ...
+
 
 class Backend(Protocol):
     """One packed model on one machine."""
@@ -141,6 +146,15 @@ class Backend(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The model this backend runs."""
+        ...
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that could be allocated for a KV cache now."""
+        ...
+
+    def page_bytes(self, dtype: str = "float16") -> int:
+        """Bytes of one page of a KV cache, as `KVCache.bytes_per_page`, before there is one."""
         ...
 
     def new_cache(self, n_pages: int, dtype: str = "float16") -> KVCache:

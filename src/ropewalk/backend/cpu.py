@@ -6,13 +6,14 @@ Knows how pages and weights are laid out (`kernels.formats`, `kernels.attention`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.backend.base import Float32Array, StepBatch
+from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch
+from ropewalk.backend.host import available_bytes
 from ropewalk.backend.weights import PackedWeights, pack_model
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
@@ -20,9 +21,10 @@ from ropewalk.errors import InvalidParameterError, UnsupportedModelError
 from ropewalk.kernels.attention import (
     MAX_GROUP,
     PARTITION,
+    SCALES_BYTES,
     SCORES_BYTES,
     attention_worker,
-    page_bytes,
+    head_page_bytes,
     partial_bytes,
     query_bytes,
 )
@@ -40,7 +42,7 @@ Progress = Callable[[str, float], None]
 
 
 class CpuCache:
-    """Keys and values of all layers: [layer, page, a page as `kernels.attention` lays it out].
+    """Keys and values of all layers, laid out as `kernels.attention` reads them.
 
     Parameters
     ----------
@@ -49,21 +51,47 @@ class CpuCache:
         Pages of 16 tokens.
     dtype : str
         "float16", or "int8" with one float32 scale for the key and one for the value of each token and KV head.
+
+    Attributes
+    ----------
+    data : uint8 [n_layers, n_kv_heads, 2 (keys, values), n_pages, bytes]
+    scales : float32 [n_layers, n_kv_heads, 2, n_pages, 16]
+        Of an int8 cache; else the last axis is empty.
     """
 
     def __init__(self, config: ModelConfig, n_pages: int, dtype: str) -> None:
-        if dtype not in CACHE_DTYPES:
-            raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
         self.n_pages = n_pages
+        self.bytes_per_page = cache_page_bytes(config, dtype)
         self.is_int8 = dtype == "int8"
-        self.layer_page_bytes = page_bytes(config.n_kv_heads, config.head_dim, self.is_int8)
-        self.bytes_per_page = config.n_layers * self.layer_page_bytes
-        self.data = np.zeros(n_pages * self.bytes_per_page, np.uint8)
+        shape = (config.n_layers, config.n_kv_heads, 2, n_pages)
+        self.data = np.zeros((*shape, head_page_bytes(config.head_dim, self.is_int8)), np.uint8)
+        self.scales = np.zeros((*shape, PAGE_SIZE if self.is_int8 else 0), np.float32)
 
     @property
     def n_bytes(self) -> int:
         """Bytes allocated for all pages."""
-        return self.data.nbytes
+        return self.data.nbytes + self.scales.nbytes
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, all layers, from the first to the second of each pair, one pair after the other."""
+        for source, target in pairs:
+            for pages in (self.data, self.scales):
+                pages[:, :, :, target] = pages[:, :, :, source]
+
+
+def cache_page_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of one page of a KV cache over all layers, scales included.
+
+    Raises
+    ------
+    InvalidParameterError
+        If there are no such caches.
+    """
+    if dtype not in CACHE_DTYPES:
+        raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
+    is_int8 = dtype == "int8"
+    head_bytes = head_page_bytes(config.head_dim, is_int8) + (SCALES_BYTES if is_int8 else 0)
+    return config.n_layers * config.n_kv_heads * 2 * head_bytes
 
 
 class CpuBackend:
@@ -125,6 +153,15 @@ class CpuBackend:
         self._team = Team(self.n_threads, self._job, self.weights.layers, self.weights.matrices)
         checkpoint.release()
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that this process could allocate for a KV cache now."""
+        return available_bytes()
+
+    def page_bytes(self, dtype: str = "float16") -> int:
+        """Bytes of one page of a KV cache over all layers."""
+        return cache_page_bytes(self.config, dtype)
+
     def new_cache(self, n_pages: int, dtype: str = "float16") -> CpuCache:
         """Allocate a KV cache of `n_pages` pages of 16 tokens."""
         return CpuCache(self.config, n_pages, dtype)
@@ -173,8 +210,9 @@ class CpuBackend:
             Job.CACHE_IS_INT8: cache.is_int8,
             Job.ATTENTION: attention_worker(self._pass_heads, int(cache.is_int8)),
             Job.ATTENTION_REST: attention_worker(self._rest_heads, int(cache.is_int8)),
-            Job.LAYER_BYTES: cache.n_pages * cache.layer_page_bytes,
-            Job.PAGE_BYTES: cache.layer_page_bytes,
+            Job.CACHE_SCALES: cache.scales.ctypes.data,
+            Job.N_PAGES: cache.n_pages,
+            Job.PAGE_BYTES: cache.data.shape[-1],
             Job.LOGITS: logits.ctypes.data,
             Job.LOGIT_STRIDE: self._logits.shape[1] * 4,
         }

@@ -1,10 +1,11 @@
 """Attention over pages: one token's queries of one KV head against its sequence's cached keys and values.
 
-A page holds 16 tokens. For each layer it holds, head after head, first all keys and then all values:
+A page holds 16 tokens. For each layer and KV head the keys of all pages lie one page after the other, then the values
+of all pages, because the hardware's prefetcher follows long streams only. Of one head a page holds:
 
     float16   keys [head_dim, 16 tokens], already rotated; values [head_dim / 16, 16 tokens, 16]
     int8      keys [head_dim / 4, 16 tokens, 4], raised by 128; values [head_dim / 16, 16 tokens, 16];
-              after them one float32 scale for each token: of the keys [heads, 16], then of the values [heads, 16]
+              and, in an array of their own, one float32 scale for each token, [16], of the keys and of the values
 
 so that lanes are tokens for the scores and dimensions for the sums. The G query heads of a group share every read.
 For an int8 cache the queries become 16-bit integers, as activations do in `kernels.matmul`, and a score is an exact
@@ -117,10 +118,12 @@ def store_rows(typing_context, tile, address, stride):
     return types.void(tile, types.int64, types.int64), emit
 
 
-def page_bytes(n_kv_heads: int, head_dim: int, quantized: bool) -> int:
-    """Bytes of one layer of one page: keys, values and, if quantized, their scales."""
-    values = 2 * PAGE * n_kv_heads * head_dim
-    return values + 2 * PAGE * n_kv_heads * 4 if quantized else 2 * values
+SCALES_BYTES = 4 * PAGE  # of the keys, or the values, of one head in one page
+
+
+def head_page_bytes(head_dim: int, quantized: bool) -> int:
+    """Bytes of the keys, or of the values, of one head in one page, scales aside."""
+    return PAGE * head_dim * (1 if quantized else 2)
 
 
 def partial_bytes(head_dim: int) -> int:
@@ -286,15 +289,21 @@ def attention_worker(group: int, quantized: int) -> int:
         query_stride = 2 * head_dim + 16
         pages = (high + PAGE - 1) // PAGE
         for page in range(low // PAGE, pages):
-            offset = load_i32(table + 4 * page) * page_bytes
-            k = keys + offset
+            number = load_i32(table + 4 * page)
+            k = keys + number * page_bytes
             if quantized:
                 above, below = zero_ints_tile(group), zero_ints_tile(group)
                 for d in range(0, head_dim, 4):
                     four = load_bytes(k + 16 * d)
                     above = dot_rows(above, four, q + d, query_stride)
                     below = dot_rows(below, four, q + head_dim + d, query_stride)
-                s = join_dots(above, below, q + 2 * head_dim, query_stride, load_floats(k_scales + offset))
+                s = join_dots(
+                    above,
+                    below,
+                    q + 2 * head_dim,
+                    query_stride,
+                    load_floats(k_scales + number * SCALES_BYTES),
+                )
             else:
                 even, odd = zero_tile(group), zero_tile(group)
                 for d in range(0, head_dim, 2):
@@ -308,7 +317,7 @@ def attention_worker(group: int, quantized: int) -> int:
             store_f32(partial + partial_stride * g + 4, total)
             if quantized:  # a value's scale multiplies its weight
                 for page in range(low // PAGE, pages):
-                    scale = load_floats(v_scales + load_i32(table + 4 * page) * page_bytes)
+                    scale = load_floats(v_scales + load_i32(table + 4 * page) * SCALES_BYTES)
                     weights = scores + row * g + 64 * page
                     store_floats(weights, load_floats(weights) * scale)
         for c in range(head_dim // 16):

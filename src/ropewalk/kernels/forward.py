@@ -17,6 +17,7 @@ from ropewalk.kernels.attention import (
     PAGE,
     PARTIAL_FIELDS,
     PARTITION,
+    SCALES_BYTES,
     SCORES_BYTES,
     begin,
     finish,
@@ -177,13 +178,18 @@ def _finish_head(job, x, bias, norm, cos, sin):
 
 
 @inline
-def _head_addresses(job, number, page, head):
-    """Where a layer's keys and values of one KV head start in a page, and their scales (int8 only)."""
-    size = 16 * job[Job.HEAD_DIM] * (1 if job[Job.CACHE_IS_INT8] else 2)
-    n_kv = job[Job.N_KV_HEADS]
-    start = job[Job.CACHE] + number * job[Job.LAYER_BYTES] + page * job[Job.PAGE_BYTES]
-    scales = start + 2 * n_kv * size
-    return start + head * size, start + (n_kv + head) * size, scales + 64 * head, scales + 64 * (n_kv + head)
+def _head_addresses(job, number, head, page):
+    """Where a page's keys and values of one KV head of a layer are, and their scales (int8 only)."""
+    n_pages = job[Job.N_PAGES]
+    keys = 2 * n_pages * (number * job[Job.N_KV_HEADS] + head) + page
+    values = keys + n_pages
+    size = job[Job.PAGE_BYTES]
+    return (
+        job[Job.CACHE] + keys * size,
+        job[Job.CACHE] + values * size,
+        job[Job.CACHE_SCALES] + keys * SCALES_BYTES,
+        job[Job.CACHE_SCALES] + values * SCALES_BYTES,
+    )
 
 
 @inline
@@ -196,7 +202,7 @@ def _store_head(job, layer, number, token, h, page, slot, cos, sin):
     _finish_head(job, k, bias, layer[Layer.K_NORM], cos, sin)
     if layer[Layer.V_BIAS] != 0:
         add_to(v, layer[Layer.V_BIAS] + 4 * head_dim * h, head_dim)
-    keys, values, key_scales, value_scales = _head_addresses(job, number, page, h)
+    keys, values, key_scales, value_scales = _head_addresses(job, number, h, page)
     if job[Job.CACHE_IS_INT8]:
         put_key_int8(keys, key_scales, slot, k, head_dim)
         put_value_int8(values, value_scales, slot, v, head_dim)
@@ -247,7 +253,7 @@ def _attend_partition(job, layer, number, token, h, first_head, partition, parti
     position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
     seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
     start = partition * PARTITION
-    keys, values, key_scales, value_scales = _head_addresses(job, number, 0, h)
+    keys, values, key_scales, value_scales = _head_addresses(job, number, h, 0)
     head = job[Job.N_HEADS] * token + group * h + first_head
     if job[Job.CACHE_IS_INT8]:
         q = job[Job.QUERY_BYTES] + (2 * head_dim + 16) * head

@@ -29,9 +29,9 @@ class Job(IntEnum):
     PAGE_TABLES = 14  # address of int32 [n_seqs, max_pages]
     MAX_PAGES = 15
     LOGIT_ROWS = 16  # address of int32 [n_logits]
-    CACHE = 17  # address of the KV cache
-    LAYER_BYTES = 18  # of the cache
-    PAGE_BYTES = 19  # of one layer of a page
+    CACHE = 17  # address of the KV cache [layers, KV heads, keys then values, pages, page_bytes]
+    N_PAGES = 18  # of the cache
+    PAGE_BYTES = 19  # of the keys, or the values, of one head in one page
     X = 20  # float32 [n_tokens, hidden], the residual stream
     Y = 21  # float32 [n_tokens, hidden], a branch before its post-norm
     QUERIES = 22  # float32 [n_tokens, n_heads * head_dim]
@@ -56,6 +56,7 @@ class Job(IntEnum):
     QUERY_BYTES = 41  # int8 cache only: the queries as 16-bit integers
     MAX_PARTITIONS = 42  # of the longest context, where attention is split over its partitions; else 0
     PARTIALS = 43  # partial results of a split [n_tokens, n_kv_heads, max_partitions, group]
+    CACHE_SCALES = 44  # int8 only: address of float32 [layers, KV heads, keys then values, pages, 16]
 
 
 class Layer(IntEnum):
