@@ -1,6 +1,8 @@
 """`LLM`: prompts in, text out. Mostly on a toy model of which every token is known, then on the real one."""
 
 import contextlib
+import dataclasses
+import random
 import runpy
 import threading
 from pathlib import Path
@@ -91,11 +93,7 @@ def idle(llm):
     """Whether no request and no page is in use."""
     engine = llm._engine
     engine.check()
-    return (
-        not engine.has_unfinished
-        and not llm._live
-        and engine.scheduler.pool.n_free == engine.scheduler.pool.n_pages
-    )
+    return not engine.has_unfinished and not llm._live and engine.statistics().pages_used == 0
 
 
 SEEDED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
@@ -159,6 +157,64 @@ class TestGenerate:
         assert without.backend.batch_sizes == list(range(3, 33))
 
 
+class TestCompletions:
+    PARAMS = SamplingParams(n=3, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
+
+    def test_several_completions_each_of_its_own_seed(self):
+        llm = toy_llm()
+        outputs = llm.generate(["ab", "c"], self.PARAMS)
+        for prompt, output in zip(["ab", "c"], outputs, strict=True):
+            assert [c.index for c in output.outputs] == [0, 1, 2]
+            assert output.outputs[0].seed == output.seed == 3
+            for completion in output.outputs:
+                params = dataclasses.replace(self.PARAMS, n=1, seed=completion.seed)
+                (alone,) = toy_llm().generate(prompt, params)
+                assert dataclasses.replace(completion, index=0) == alone.outputs[0]
+            assert len({c.text for c in output.outputs}) == 3
+            assert output.text == output.outputs[0].text
+            t = output.timings
+            assert (t.prompt_tokens, t.generated_tokens) == (len(prompt), 36)
+            assert t.decode_tps == 35 / t.decode_s
+            assert t.time_per_token_s == t.decode_s / 35
+        assert idle(llm)
+
+    def test_a_stream_of_several_says_whose_each_chunk_is(self):
+        chunks = list(toy_llm().stream("ab", self.PARAMS))
+        (output,) = toy_llm().generate("ab", self.PARAMS)
+        for completion in output.outputs:
+            own = [chunk for chunk in chunks if chunk.index == completion.index]
+            assert "".join(chunk.text for chunk in own) == completion.text
+            assert [chunk.token_id for chunk in own] == completion.token_ids
+            assert [chunk.completion for chunk in own] == [None] * 11 + [completion]
+            assert [chunk.finish_reason for chunk in own] == [None] * 11 + ["length"]
+        assert [chunk.output is None for chunk in chunks] == [True] * 35 + [False]
+        assert chunks[-1].output.outputs == output.outputs
+
+    def test_each_ends_for_itself(self):
+        bias = {END: 2.0}
+        (output,) = toy_llm().generate("ab", SamplingParams(n=16, seed=1, max_tokens=9, logit_bias=bias))
+        assert {c.finish_reason for c in output.outputs} == {"stop", "length"}
+        for c in output.outputs:
+            assert (c.token_ids[-1] == END) == (c.finish_reason == "stop") or len(c.token_ids) == 9
+
+    def test_one_that_fails_does_not_take_the_others_with_it(self):
+        llm = toy_llm(ToyBackend(poison={10: -np.inf}))
+        params = SamplingParams(n=8, seed=1, max_tokens=4, ignore_eos=True)
+        with pytest.warns(RuntimeWarning, match="prompt 0 failed: no token can be drawn"):
+            (output,) = llm.generate("ab", params)
+        assert {c.finish_reason for c in output.outputs} == {"error", "length"}
+        with pytest.raises(GenerationError, match="no token can be drawn"):
+            list(llm.stream("ab", params))
+        assert idle(llm)
+
+    def test_closing_a_stream_ends_them_all(self):
+        llm = toy_llm()
+        with contextlib.closing(llm.stream("ab", self.PARAMS)) as chunks:
+            for _ in range(5):
+                next(chunks)
+        assert idle(llm)
+
+
 class TestPrompts:
     def test_the_empty_string_is_bos_where_the_model_has_one(self):
         (output,) = toy_llm(tokenizer=ToyTokenizer(add_bos=True)).generate("", SEEDED)
@@ -201,6 +257,10 @@ class TestPrompts:
             llm.stream("a", 0.5)
         with pytest.raises(InvalidParameterError, match="logit_bias has token id 13"):
             llm.generate("a", SamplingParams(logit_bias={13: 1.0}))
+        with pytest.raises(InvalidParameterError, match="there are 1 priorities for 2 prompts"):
+            llm.generate(["a", "b"], priority=[1])
+        with pytest.raises(InvalidParameterError, match=r"priority is 1\.5; allowed: an integer"):
+            llm.stream("a", priority=1.5)
 
     def test_special_tokens_are_recognised_in_prompts(self):
         (output,) = toy_llm().generate("<s>ab</s>", SEEDED)
@@ -466,6 +526,47 @@ def test_kv_cache_bytes_and_dtype():
     assert llm.backend.cache_dtypes == ["int8"]
 
 
+def test_kv_memory_is_kept_to_the_page_and_bounds_the_context():
+    llm = toy_llm(context_length=None, kv_tokens=None, kv_memory=5 * 256 + 255)
+    assert (llm.kv_cache_bytes, llm.context_length) == (5 * 256, 80)
+    with pytest.raises(PromptError, match="80 tokens; at most 79 fit into a context of 80"):
+        llm.generate("a" * 80)
+    (output,) = llm.generate("a" * 70, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (10, "length")  # C8
+    with pytest.raises(
+        InvalidParameterError, match="room for 80 tokens, at 256 bytes for 16; allowed: at least"
+    ):
+        toy_llm(context_length=81, kv_tokens=None, kv_memory=5 * 256)
+
+
+def test_priorities():
+    llm = toy_llm(max_batch=1)
+    outputs = llm.generate(["a", "b", "c"], SEEDED, priority=[2, 1, 0])
+    waits = [output.timings.time_to_first_token_s for output in outputs]
+    assert waits == sorted(waits, reverse=True)
+
+
+def test_cached_tokens_and_statistics():
+    llm = toy_llm()
+    prompt = "abc" * 12
+    first, second = (llm.generate(prompt, SEEDED)[0] for _ in range(2))
+    assert (first.timings.cached_tokens, second.timings.cached_tokens) == (0, 32)
+    assert second.timings.prefill_tps == pytest.approx(4 / second.timings.prefill_s)
+    assert first.token_ids == second.token_ids
+    found = llm.statistics()
+    assert (found.finished, found.generated_tokens, found.prompt_tokens, found.cached_tokens) == (
+        2,
+        24,
+        72,
+        32,
+    )
+    assert (found.running, found.waiting, found.pages_used, found.pages_free) == (0, 0, 0, found.pages)
+    assert found.tokens_per_s == 24 / found.busy_s
+    assert found.time_per_token_s > 0
+    (off,) = toy_llm(prefix_cache=False).generate(prompt, SEEDED)
+    assert (off.timings.cached_tokens, off.token_ids) == (0, first.token_ids)
+
+
 # The real model.
 
 
@@ -540,6 +641,45 @@ class TestRealModel:
         for options in ({"token_budget": 16}, {"token_budget": 37, "kv_cache": False}, {"n_threads": 1}):
             with LLM(smollm2, context_length=256, max_batch=1, **options) as other:
                 assert other.generate(prompt, params)[0].token_ids == expected.token_ids
+
+    def test_d3_a_randomised_schedule_over_a_tiny_cache_equals_each_request_alone(self, llm):
+        """Joining, prefix hits, forks, preemption, aborting: no token differs."""
+        chance = random.Random(4)
+        ids = llm.encode("The rope maker walked backwards all day, " * 6)
+        tiny, plain = (
+            LLM.from_parts(llm.backend, llm.tokenizer, context_length=112, **options)
+            for options in (
+                {"kv_tokens": 112, "max_batch": 4, "token_budget": 40},
+                {"kv_tokens": 112, "prefix_cache": False},
+            )
+        )
+        engine, asked = tiny._engine, []
+        for _ in range(10):
+            prompt = ids[: chance.choice([3, 15, 16, 33])] + ids[: chance.randrange(3)]
+            params = SamplingParams(
+                n=chance.choice([1, 1, 2]),
+                temperature=chance.choice([0.0, 0.9]),
+                seed=chance.randrange(99),
+                max_tokens=chance.randrange(8, 60),
+                ignore_eos=True,
+            )
+            group = engine.add_request(prompt, params, priority=chance.randrange(2)).group
+            asked += [(request, prompt, params) for request in group]
+            for _ in range(chance.randrange(8)):
+                engine.step()
+                engine.check()
+            if chance.random() < 0.1:
+                engine.finish(chance.choice(asked)[0])
+        while engine.has_unfinished:
+            engine.step()
+            engine.check()
+        for request, prompt, params in asked:
+            alone = dataclasses.replace(params, n=1, seed=request.seed, max_tokens=max(1, request.n_output))
+            if request.n_output:
+                assert request.output == plain.generate(prompt, alone)[0].token_ids
+        found = tiny.statistics()
+        assert min(found.preemptions, found.cached_tokens, len(asked) - 10) > 0
+        assert found.pages_used == 0
 
     def test_a_closed_stream_leaves_the_model_usable(self, llm):
         with contextlib.closing(llm.stream("a", GREEDY)) as chunks:

@@ -36,6 +36,8 @@ from ropewalk.params import SamplingParams
         ("logit_bias", {"5": 1.0}, "at least 0"),
         ("logit_bias", {5: 101.0}, "-100 ... 100"),
         ("logit_bias", {5: float("nan")}, "-100 ... 100"),
+        ("n", 0, "1 ... 64"),
+        ("n", 65, "1 ... 64"),
         ("seed", -1, "0 ... 18446744073709551615"),
         ("seed", 2**64, "0 ... 18446744073709551615"),
         ("stop", "", "at least one character"),

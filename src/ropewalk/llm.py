@@ -1,8 +1,8 @@
 """The front door: `LLM` opens a model and turns prompts into text.
 
 It joins what the rooms behind it do: a checkpoint is found and read, its tokenizer, chat template and backend
-are built, and an `Engine` runs the requests. Here token ids meet text: prompts are encoded, drawn tokens are
-decoded as they come, and stop strings end their request.
+are built, and an `Engine` runs the requests. Prompts become token ids here; tokens become text in
+`ropewalk.generation`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,26 +19,23 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.engine.budget import cache_size, check_context
 from ropewalk.engine.engine import Engine, check_prompt
 from ropewalk.engine.pages import pages_for
-from ropewalk.engine.request import Request
+from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
-from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
+from ropewalk.generation import Generation
+from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
 from ropewalk.text.chat import encode_chat
-from ropewalk.text.stream import StreamDecoder
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
-    from ropewalk.model.config import ModelConfig
     from ropewalk.text.chat import ChatTemplate
     from ropewalk.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
-
-DEFAULT_CONTEXT = 8192
-"""Most tokens of context unless `context_length` says otherwise: the KV cache is allocated at the start."""
 
 MAX_LOGIT_ROWS = 64
 """Rows of logits that are asked for at once: the backend keeps room for them, 1 MB each at most."""
@@ -57,10 +53,15 @@ class LLM:
     n_threads : int, optional
         Threads that compute. Default: the cores that this process may really use.
     context_length : int, optional
-        Most tokens of a prompt and its output together. Default: the model's, at most 8,192.
+        Most tokens of a prompt and its output together. Default: the model's, at most 8,192, and at most what the
+        KV cache is said to have room for.
+    kv_memory : int, float or str, optional
+        Size of the KV cache, over all requests that run at once: bytes, text such as "2GiB" or "500MB", or a share
+        of the memory that is free (0.25, "25%"). Default: a quarter of it, but never more than `max_batch` whole
+        contexts, and never less than one. What this comes to is `kv_cache_bytes`; the system hands the memory out
+        when it is first used.
     kv_tokens : int, optional
-        Tokens for which the KV cache has room, over all requests that run at once. A request starts when the
-        longest output it may have fits. Default: `context_length`. What this takes is `kv_cache_bytes`.
+        The same in tokens; at most one of the two can be given.
     cache_dtype : str, default "float16"
         Type of the KV cache's elements.
     max_batch : int, default 16
@@ -69,6 +70,8 @@ class LLM:
         Most tokens in one step: the size of the chunks in which prompts are read.
     kv_cache : bool, default True
         False recomputes everything before each token: the same text, slowly. It shows what the cache is for.
+    prefix_cache : bool, default True
+        Keep what was computed as long as there is room, for later prompts that begin with the same tokens.
     progress : callable (what: str, done: int, total: int), optional
         Told about what takes long: a download, packing, compilation.
 
@@ -88,11 +91,13 @@ class LLM:
         *,
         n_threads: int | None = None,
         context_length: int | None = None,
+        kv_memory: str | float | None = None,
         kv_tokens: int | None = None,
         cache_dtype: str = "float16",
         max_batch: int = 16,
         token_budget: int = 512,
         kv_cache: bool = True,
+        prefix_cache: bool = True,
         progress: Progress | None = None,
     ) -> None:
         from ropewalk.backend.cpu import CpuBackend
@@ -107,7 +112,7 @@ class LLM:
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
             template = ChatTemplate.from_metadata(checkpoint.metadata)
-            _context_length(config, context_length)  # packing takes a while: refuse before it
+            check_context(context_length, config.context_length)  # packing takes a while: refuse before it
             backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=_in_steps(progress))
             resources.callback(backend.close)
             self._start(
@@ -115,11 +120,13 @@ class LLM:
                 tokenizer,
                 template,
                 context_length=context_length,
+                kv_memory=kv_memory,
                 kv_tokens=kv_tokens,
                 cache_dtype=cache_dtype,
                 max_batch=max_batch,
                 token_budget=token_budget,
                 kv_cache=kv_cache,
+                prefix_cache=prefix_cache,
             )
             self._resources = resources.pop_all()
 
@@ -141,31 +148,42 @@ class LLM:
         template: ChatTemplate | None,
         *,
         context_length: int | None = None,
+        kv_memory: str | float | None = None,
         kv_tokens: int | None = None,
         cache_dtype: str = "float16",
         max_batch: int = 16,
         token_budget: int = 512,
         kv_cache: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
-        context_length = _context_length(backend.config, context_length)
+        size = cache_size(
+            model_context=backend.config.context_length,
+            page_bytes=backend.page_bytes(cache_dtype),
+            free_bytes=backend.free_bytes,
+            max_batch=max_batch,
+            context_length=context_length,
+            kv_tokens=kv_tokens,
+            kv_memory=kv_memory,
+        )
         self.backend = backend
         self.tokenizer = tokenizer
         self.chat_template = template
         self.config = backend.config
-        self.context_length = context_length
+        self.context_length = size.context_length
         self._cache_dtype = cache_dtype
         self._token_budget = token_budget
         self._engine = Engine(
             backend,
-            context_length=context_length,
-            kv_tokens=context_length if kv_tokens is None else kv_tokens,
+            context_length=size.context_length,
+            kv_tokens=size.kv_tokens,
             cache_dtype=cache_dtype,
             end_ids=tokenizer.eos_ids,
             max_batch=max_batch,
             token_budget=token_budget,
             keep_cache=kv_cache,
+            prefix_cache=prefix_cache,
         )
-        self._live: dict[int, _Generation] = {}
+        self._live: dict[int, Generation] = {}
         self._lock = threading.RLock()
         self._closed = False
 
@@ -175,6 +193,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Continue each prompt as it stands, without a chat template. All run together in batches.
 
@@ -185,6 +205,8 @@ class LLM:
             put first if the model wants one. Token ids are used as they are.
         params : SamplingParams, or one for each prompt
             Default: `SamplingParams()`.
+        priority : int, or one for each prompt
+            Smaller ones run first, ahead also of requests that other threads have waiting.
 
         Returns
         -------
@@ -197,7 +219,7 @@ class LLM:
         PromptError, InvalidParameterError
             Before anything runs, if one of the prompts or parameters cannot be used.
         """
-        return self._run([self._prepare(*pair) for pair in zip(*_paired(prompts, params), strict=True)])
+        return self._run(prompts, params, priority)
 
     def chat(
         self,
@@ -205,13 +227,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, through the model's chat template.
 
         Parameters
         ----------
         messages : sequence of {"role": ..., "content": ...}, or a sequence of such sequences
-        params
+        params, priority
             As in `generate`.
         tools : sequence of mappings, optional
             Descriptions of tools, handed to the template.
@@ -226,12 +249,14 @@ class LLM:
         several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str)
         conversations: Any = messages if several else [messages]
         prompts = [self._render(conversation, tools) for conversation in conversations]
-        return self._run([self._prepare(*pair) for pair in zip(*_paired(prompts, params), strict=True)])
+        return self._run(prompts, params, priority)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generator[StreamChunk, None, None]:
         """Continue a prompt and yield one chunk for each token as it comes; the last one has the output.
+
+        With several completions (`params.n`) their chunks take turns; `StreamChunk.index` tells them apart.
 
         Closing the iterator ends the request and frees its pages. Prompt and parameters are checked at once,
         the request starts with the first `next`.
@@ -243,7 +268,7 @@ class LLM:
         GenerationError
             From the iterator, if the request fails.
         """
-        return self._stream(self._prepare(prompt, params or SamplingParams()))
+        return self._stream(self._prepare(prompt, params or SamplingParams(), priority))
 
     def stream_chat(
         self,
@@ -251,9 +276,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        priority: int = 0,
     ) -> Generator[StreamChunk, None, None]:
         """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
-        return self._stream(self._prepare(self._render(messages, tools), params or SamplingParams()))
+        return self._stream(
+            self._prepare(self._render(messages, tools), params or SamplingParams(), priority)
+        )
 
     # Text and numbers.
 
@@ -266,6 +294,11 @@ class LLM:
     def kv_cache_bytes(self) -> int:
         """Bytes allocated for the KV cache."""
         return int(self._engine.cache.n_bytes)
+
+    def statistics(self) -> Statistics:
+        """Requests, pages, tokens, times and prefix hits so far."""
+        with self._lock:
+            return self._engine.statistics()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return token ids as `generate` makes them of a prompt.
@@ -350,7 +383,7 @@ class LLM:
         text = self.chat_template.render(messages, tools=tools)
         return _Rendered(text, encode_chat(self.tokenizer, text))
 
-    def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams) -> _Prepared:
+    def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams, priority: int) -> _Prepared:
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
@@ -359,19 +392,22 @@ class LLM:
         text, ids = (prompt.text, prompt.ids) if isinstance(prompt, _Rendered) else (None, prompt)
         if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes):
             raise _not_a_prompt(prompt)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
         self._engine.validate(ids, params)
-        return _Prepared(text, ids, params)
+        return _Prepared(text, ids, params, priority)
 
-    def _submit(self, prepared: _Prepared) -> _Generation:
+    def _submit(self, prepared: _Prepared) -> Generation:
         with self._lock:
             self._check_open()
-            request = self._engine.add_request(prepared.ids, prepared.params)
-            generation = _Generation(request, prepared.text, self.tokenizer)
-            self._live[request.id] = generation
+            request = self._engine.add_request(prepared.ids, prepared.params, priority=prepared.priority)
+            generation = Generation(request.group, prepared.text, self.tokenizer)
+            self._live.update((request.id, generation) for request in generation.requests)
             return generation
 
-    def _run(self, prepared: Sequence[_Prepared]) -> list[RequestOutput]:
-        generations: list[_Generation] = []
+    def _run(self, prompts: Any, params: Any, priority: Any) -> list[RequestOutput]:
+        prepared = [self._prepare(*each) for each in _together(prompts, params, priority)]
+        generations: list[Generation] = []
         try:
             for item in prepared:
                 generations.append(self._submit(item))
@@ -383,8 +419,9 @@ class LLM:
                 self._drop(generation)
         outputs = [generation.output for generation in generations]
         for number, output in enumerate(outputs):
-            if output.error is not None:
-                warnings.warn(f"prompt {number} failed: {output.error}", RuntimeWarning, stacklevel=3)
+            for error in (completion.error for completion in output.outputs):
+                if error is not None:
+                    warnings.warn(f"prompt {number} failed: {error}", RuntimeWarning, stacklevel=3)
         return outputs
 
     def _stream(self, prepared: _Prepared) -> Generator[StreamChunk, None, None]:
@@ -397,10 +434,10 @@ class LLM:
                     self._step(generation)
         finally:
             self._drop(generation)
-        if (error := generation.request.error) is not None:
+        if (error := generation.error) is not None:
             raise error if isinstance(error, GenerationError) else GenerationError(str(error)) from error
 
-    def _step(self, generation: _Generation) -> None:
+    def _step(self, generation: Generation) -> None:
         """Advance everything by one step, for the sake of one generation that has not ended."""
         n_taken = generation.n_taken
         with self._lock:
@@ -408,17 +445,19 @@ class LLM:
             if generation.ended or generation.n_taken > n_taken:
                 return  # so it was, or another thread has done it
             self._check_open()
-            if generation.request.finish_reason == "abort":
+            if generation.aborted:
                 raise GenerationError(
                     "the request was ended by an interrupted step that it shared with another"
                 )
-            for request in self._engine.step():
-                self._live[request.id].advance(self._engine)
+            changed = self._engine.step()
+            for other in dict.fromkeys(self._live[request.id] for request in changed):
+                other.advance(self._engine)
 
-    def _drop(self, generation: _Generation) -> None:
+    def _drop(self, generation: Generation) -> None:
         with self._lock:
-            self._engine.finish(generation.request)
-            self._live.pop(generation.request.id, None)
+            for request in generation.requests:
+                self._engine.finish(request)
+                self._live.pop(request.id, None)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -440,105 +479,11 @@ class _Prepared:
     text: str | None
     ids: Sequence[int]
     params: SamplingParams
+    priority: int
 
 
-class _Generation:
-    """The text side of a request: decodes its tokens as they are drawn, and watches for stop strings.
-
-    `n_taken` counts the tokens so far, `chunks` holds what was not fetched yet, and `ended` is True once the
-    last chunk is made.
-    """
-
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
-        params = request.params
-        self.request = request
-        self.prompt = prompt
-        self.chunks: deque[StreamChunk] = deque()
-        self.ended = False
-        self.n_taken = 0
-        self._decoder = StreamDecoder(
-            tokenizer,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            skip_special=params.skip_special_tokens,
-        )
-
-    def advance(self, engine: Engine) -> None:
-        """Take what the engine drew since the last call."""
-        request = self.request
-        while self.n_taken < request.n_output and not self.ended:
-            token = int(request.tokens[request.n_prompt + self.n_taken])
-            self.n_taken += 1
-            try:
-                text = self._text_of(token, engine)
-            except Exception as error:  # a fault in decoding is this request's alone
-                request.error = error
-                engine.finish(request, "error")
-                break
-            self._emit(text, token)
-        if request.finish_reason == "error" and not self.ended:
-            self._decoder.finish()
-            self.ended = True
-
-    def _text_of(self, token: int, engine: Engine) -> str:
-        """Return the text to emit after a token, and end the request if it completes a stop string."""
-        request, params, decoder = self.request, self.request.params, self._decoder
-        last = self._is_last
-        by_token = last and request.finish_reason == "stop"
-        text = ""
-        if params.include_stop_str_in_output or not by_token:
-            text = decoder.push(token, match_stops=self.n_taken > params.min_tokens)
-        if last:
-            text += decoder.finish()
-        if decoder.stop_hit is not None:
-            engine.finish(request, "stop", decoder.stop_hit)
-        return text
-
-    @property
-    def _is_last(self) -> bool:
-        return self.request.finish_reason is not None and self.n_taken == self.request.n_output
-
-    def _emit(self, text: str, token: int) -> None:
-        logprobs = self.request.logprobs
-        self.ended = self._is_last
-        self.chunks.append(
-            StreamChunk(
-                text=text,
-                token_id=token,
-                logprob=logprobs[self.n_taken - 1] if logprobs else None,
-                output=self.output if self.ended else None,
-            )
-        )
-
-    @property
-    def output(self) -> RequestOutput:
-        """The result so far."""
-        r = self.request
-        completion = CompletionOutput(
-            text=self._decoder.text,
-            token_ids=r.output,
-            finish_reason=r.finish_reason or "abort",
-            stop_reason=r.stop_reason,
-            logprobs=None if r.params.logprobs is None else r.logprobs,
-            error=r.error,
-        )
-        return RequestOutput(
-            prompt=self.prompt,
-            prompt_token_ids=[int(token) for token in r.tokens[: r.n_prompt]],
-            outputs=[completion],
-            seed=r.seed,
-            timings=Timings(
-                prompt_tokens=r.n_prompt,
-                generated_tokens=r.n_output,
-                prefill_s=r.first_token_s - r.started_s,
-                decode_s=r.last_token_s - r.first_token_s,
-                time_to_first_token_s=r.first_token_s - r.arrived_s,
-            ),
-        )
-
-
-def _paired(prompts: Any, params: Any) -> tuple[list[Any], list[SamplingParams]]:
-    """Return equally long lists of prompts and parameters."""
+def _together(prompts: Any, params: Any, priority: Any) -> Iterable[tuple[Any, SamplingParams, int]]:
+    """Return each prompt with its parameters and its priority."""
     if isinstance(prompts, str):
         prompts = [prompts]
     elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -548,20 +493,13 @@ def _paired(prompts: Any, params: Any) -> tuple[list[Any], list[SamplingParams]]
         if prompts and isinstance(prompts[0], int | np.integer):
             prompts = [prompts]
     if params is None or isinstance(params, SamplingParams):
-        return prompts, [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise InvalidParameterError(f"there are {len(params)} params for {len(prompts)} prompts")
-    return prompts, list(params)
-
-
-def _context_length(config: ModelConfig, wanted: int | None) -> int:
-    """Return the context length in use."""
-    limit = config.context_length
-    if wanted is None:
-        return min(limit, DEFAULT_CONTEXT)
-    if not 2 <= wanted <= limit:
-        raise InvalidParameterError(f"context_length is {wanted}; allowed: 2 ... {limit}, the model's")
-    return wanted
+        params = [params or SamplingParams()] * len(prompts)
+    if not isinstance(priority, Sequence):
+        priority = [priority] * len(prompts)
+    for name, values in (("params", params), ("priorities", priority)):
+        if len(values) != len(prompts):
+            raise InvalidParameterError(f"there are {len(values)} {name} for {len(prompts)} prompts")
+    return zip(prompts, params, priority, strict=True)
 
 
 def _in_steps(progress: Progress | None) -> Callable[[str, float], None] | None:

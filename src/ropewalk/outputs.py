@@ -20,10 +20,13 @@ class Timings:
     Attributes
     ----------
     prompt_tokens, generated_tokens : int
+        Tokens of the prompt, and of all completions together.
+    cached_tokens : int
+        Tokens of the prompt that were found computed in the prefix cache.
     prefill_s : float
         From the first step that ran the request to its first token.
     decode_s : float
-        From its first token to its last.
+        From its first token to its last, of all completions.
     time_to_first_token_s : float
         From its arrival to its first token, waiting included.
     """
@@ -33,16 +36,22 @@ class Timings:
     prefill_s: float
     decode_s: float
     time_to_first_token_s: float
+    cached_tokens: int = 0
 
     @property
     def prefill_tps(self) -> float:
-        """Prompt tokens per second of prefill; 0 if there was none."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Prompt tokens computed per second of prefill; 0 if there was none."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tps(self) -> float:
         """Tokens per second after the first one; 0 if there were no others."""
         return (self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Seconds for each token after the first one; 0 if there were no others."""
+        return self.decode_s / (self.generated_tokens - 1) if self.generated_tokens > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,10 @@ class CompletionOutput:
         One for each token, under the raw distribution of the model.
     error : Exception or None
         Why the request failed; what was generated before is kept.
+    index : int
+        Which completion of its prompt it is.
+    seed : int or None
+        The seed of its draws. Alone, with `n=1` and this seed, the same answer comes again.
     """
 
     text: str
@@ -72,11 +85,13 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[Logprob] | None = None
     error: Exception | None = None
+    index: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its answer; the properties are shortcuts to `outputs[0]`.
+    """A prompt and its answers; the properties are shortcuts to `outputs[0]`.
 
     Attributes
     ----------
@@ -84,7 +99,7 @@ class RequestOutput:
         The text of the prompt (after the chat template, in a chat); None if it was token ids.
     prompt_token_ids : list of int
     outputs : list of CompletionOutput
-        One.
+        `SamplingParams.n` of them, in order.
     seed : int
         The seed in use. With it in `SamplingParams`, the same answer comes again.
     timings : Timings
@@ -135,19 +150,25 @@ class StreamChunk:
     ----------
     text : str
         New text; empty while a character is incomplete or a stop string may be beginning. Joined texts of all
-        chunks are the text of the output.
+        chunks of a completion are its text.
     token_id : int
+    index : int
+        The completion that it belongs to.
     logprob : Logprob or None
+    completion : CompletionOutput or None
+        The whole completion, in its last chunk only.
     output : RequestOutput or None
-        The whole result, in the last chunk only.
+        The whole result, in the last chunk of all only.
     """
 
     text: str
     token_id: int
+    index: int = 0
     logprob: Logprob | None = None
+    completion: CompletionOutput | None = None
     output: RequestOutput | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the generation ended; None before the last chunk."""
-        return self.output.finish_reason if self.output else None
+        """Why the completion ended; None before its last chunk."""
+        return self.completion.finish_reason if self.completion else None

@@ -24,6 +24,9 @@ class SamplingParams:
 
     Attributes
     ----------
+    n : int in 1 ... 64, default 1
+        Completions of the prompt. Each draws with a seed of its own that follows from `seed` and its number and is
+        reported in its output; that of the first is `seed`. Greedy ones are all the same.
     max_tokens : int or None, default 256
         Most tokens to generate, at least 1. None: up to the end of the context.
     min_tokens : int, default 0
@@ -66,6 +69,7 @@ class SamplingParams:
         Naming the field, its value and what is allowed.
     """
 
+    n: int = 1
     max_tokens: int | None = 256
     min_tokens: int = 0
     temperature: float = 1.0
@@ -86,6 +90,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._int("n", 1, 64)
         self._int("max_tokens", 1, None, optional=True)
         self._int("min_tokens", 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -42,10 +42,10 @@ def test_check_sees_lost_doubled_and_miscounted_pages():
         pool.check([])
     with pytest.raises(AssertionError, match="page 0 has 1 references and is in 2 tables"):
         pool.check([table, table])
-    pool._free.append(0)
+    pool._blank.append(0)
     with pytest.raises(AssertionError, match="page 0 has 1 references and is 1 times in the free list"):
         pool.check([table])
-    pool._free[:] = [1]
+    pool._blank[:] = [1]
     with pytest.raises(AssertionError, match="page 2 has 0 references and is 0 times in the free list"):
         pool.check([table])
 

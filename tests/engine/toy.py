@@ -20,6 +20,12 @@ class ToyCache:
         self.n_bytes = n_pages * self.bytes_per_page
         self.slots = np.full((n_pages * PAGE, 2), -1, dtype=np.int64)
 
+    def copy_pages(self, pairs):
+        pages = self.slots.reshape(self.n_pages, PAGE, 2)
+        for source, target in pairs:
+            assert source != target
+            pages[target] = pages[source]
+
 
 class ToyBackend:
     """`poison` maps a token id to the value that all logits have after it."""
@@ -31,6 +37,11 @@ class ToyBackend:
         self.batch_sizes = []
         self.cache_dtypes = []
         self.closed = False
+
+    free_bytes = 2**20
+
+    def page_bytes(self, dtype="float16"):
+        return PAGE * 16
 
     def new_cache(self, n_pages, dtype="float16"):
         self.cache_dtypes.append(dtype)

@@ -44,3 +44,11 @@ def uniform(seed: int, position: int) -> float:
     """
     word = philox4x64((position, 0, 0, 0), (seed, 0))[0]
     return (word >> 11) * 2.0**-53
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of one of several completions of a prompt; that of completion 0 is `seed` itself.
+
+    The others are words of the same generator with key (seed, 1), which no draw uses, and counter (index, 0, 0, 0).
+    """
+    return philox4x64((index, 0, 0, 0), (seed, 1))[0] if index else seed

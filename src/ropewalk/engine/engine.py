@@ -1,12 +1,13 @@
 """The loop: schedule, forward, sample.
 
 One step runs one flat batch through the backend and draws a token for every request whose known tokens are
-all computed. Knows requests, pages and the sampler; does not know text, files, or how a page is laid out.
+all computed. Knows requests, page tables and the sampler; does not know text, files, or how a page is laid out.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -15,10 +16,14 @@ from typing import Any
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.engine.draws import seed_of
 from ropewalk.engine.pages import PagePool, pages_for
+from ropewalk.engine.prefix import PrefixCache
 from ropewalk.engine.request import FinishReason, Request
 from ropewalk.engine.sampler import choose, logprob
 from ropewalk.engine.scheduler import Chunk, Scheduler
+from ropewalk.engine.statistics import Counters, Statistics
+from ropewalk.engine.tables import PageTables
 from ropewalk.errors import InvalidParameterError, PromptError
 from ropewalk.params import SamplingParams
 
@@ -33,7 +38,8 @@ class Engine:
     context_length : int
         Most tokens of one sequence, prompt and output together.
     kv_tokens : int
-        Tokens that the KV cache has room for, rounded up to pages; at least `context_length`.
+        Tokens that the KV cache has room for, rounded up to pages; at least `context_length`, so that every
+        request that is accepted fits.
     cache_dtype : str
         Element type of the KV cache.
     end_ids : collection of int
@@ -43,6 +49,8 @@ class Engine:
     keep_cache : bool
         False recomputes every sequence from its first token for each new one, as if there were no KV cache:
         the same tokens at a cost that grows with the square of the length. For comparison only.
+    prefix_cache : bool
+        Keep full pages for later requests that begin with the same tokens.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class Engine:
         max_batch: int = 16,
         token_budget: int = 512,
         keep_cache: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
         if kv_tokens < context_length:
             raise InvalidParameterError(
@@ -65,19 +74,48 @@ class Engine:
         self.context_length = context_length
         self.end_ids = frozenset(end_ids)
         self.keep_cache = keep_cache
-        self.scheduler = Scheduler(
-            PagePool(pages_for(kv_tokens)), max_batch=max_batch, token_budget=token_budget
-        )
-        self.cache: Any = backend.new_cache(pages_for(kv_tokens), cache_dtype)
+        self.prefix_cache = prefix_cache and keep_cache
+        self._max_batch, self._token_budget = max_batch, token_budget
+        self._n_pages = pages_for(kv_tokens)
+        self.scheduler = self._new_scheduler()
+        self.cache: Any = backend.new_cache(self._n_pages, cache_dtype)
         self._ids = itertools.count()
+        self._counters = Counters()
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = PagePool(self._n_pages)
+        tables = PageTables(pool, PrefixCache(pool) if self.prefix_cache else None)
+        return Scheduler(tables, max_batch=self._max_batch, token_budget=self._token_budget)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_key: Sequence[tuple[str, str]] = (),
+    ) -> Request:
         """Queue a prompt of token ids.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+        params : SamplingParams
+        priority : int
+            Requests of a smaller one run first; those of the same one, in order of arrival.
+        cache_key : sequence of (kind, value)
+            What the values in the KV cache follow from besides the tokens, or must not be shared across: for
+            example `("adapter", name)`, `("salt", user)`. Only requests with equal keys share pages.
+
+        Returns
+        -------
+        Request
+            Of completion 0; `Request.group` has all `params.n` of them.
 
         Raises
         ------
@@ -89,20 +127,28 @@ class Engine:
         self.validate(prompt, params)
         room = self.context_length - len(prompt)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
-        tokens[: len(prompt)] = prompt
-        request = Request(
-            id=next(self._ids),
-            params=params,
-            seed=int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed,
-            end_ids=frozenset() if params.ignore_eos else self.end_ids,
-            tokens=tokens,
-            n_prompt=len(prompt),
-            n_tokens=len(prompt),
-            arrived_s=time.perf_counter(),
-        )
-        self.scheduler.add(request)
-        return request
+        seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
+        group: list[Request] = []
+        for index in range(params.n):
+            tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
+            tokens[: len(prompt)] = prompt
+            request = Request(
+                id=next(self._ids),
+                params=params,
+                seed=seed_of(seed, index),
+                end_ids=frozenset() if params.ignore_eos else self.end_ids,
+                tokens=tokens,
+                n_prompt=len(prompt),
+                n_tokens=len(prompt),
+                index=index,
+                group=group,
+                priority=priority,
+                cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
+                arrived_s=time.perf_counter(),
+            )
+            group.append(request)
+            self.scheduler.add(request)
+        return group[0]
 
     def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise, without adding anything."""
@@ -120,15 +166,21 @@ class Engine:
         An exception from the backend, or an interrupt, may leave half a step in the cache: it ends all
         requests with "abort" and is raised again; the engine can be used afterwards.
         """
+        started_s = time.perf_counter()
         try:
             chunks = self.scheduler.schedule()
             if not chunks:
                 return []
+            if copies := self.scheduler.tables.take_copies():
+                self.cache.copy_pages(copies)
             logits = self.backend.forward(self._batch(chunks), self.cache)
-            return self._advance(chunks, logits)
+            changed = self._advance(chunks, logits)
         except BaseException:
             self._abort_all()
             raise
+        self._counters.steps += 1
+        self._counters.busy_s += time.perf_counter() - started_s
+        return changed
 
     def finish(
         self, request: Request, reason: FinishReason = "abort", stop_reason: int | str | None = None
@@ -139,10 +191,24 @@ class Engine:
         since a stop string may stand in the last token that fits.
         """
         if request.finish_reason is None:
-            self.scheduler.remove(request)
+            self._end(request)
         elif reason == "abort":
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
+
+    def statistics(self) -> Statistics:
+        """What was done so far, and what is held now."""
+        pool = self.scheduler.tables.pool
+        return Statistics(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            preemptions=self.scheduler.n_preempted,
+            pages=pool.n_pages,
+            pages_used=pool.n_used,
+            pages_free=pool.n_free,
+            pages_cached=pool.n_idle,
+            **vars(self._counters),
+        )
 
     def check(self) -> None:
         """Prove that pages and queues are consistent; raises AssertionError."""
@@ -159,8 +225,7 @@ class Engine:
             request.started_s = request.started_s or now
             tokens.append(request.tokens[start : start + count])
             positions.append(np.arange(start, start + count, dtype=np.int32))
-            used = pages_for(start + count)
-            tables[row, :used] = request.pages[:used]
+            tables[row, : len(request.pages)] = request.pages
         ends = np.cumsum(counts) - 1
         wanted = [chunk.count == chunk.request.n_pending for chunk in chunks]
         return StepBatch(
@@ -176,15 +241,20 @@ class Engine:
         rows = iter(logits)
         changed = []
         for request, count in ((chunk.request, chunk.count) for chunk in chunks):
-            request.n_computed += count
+            self.scheduler.tables.commit(request, count)
+            self._counters.computed_tokens += count
             if request.n_pending == 0:
                 self._draw(request, next(rows))
                 changed.append(request)
                 if not self.keep_cache:
-                    request.n_computed = 0
+                    self.scheduler.tables.drop(request)
             if request.finish_reason is not None:
-                self.scheduler.remove(request)
+                self._end(request)
         return changed
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self._counters.ended(request)
 
     def _draw(self, request: Request, logits: Float32Array) -> None:
         """Draw and append one token. A failure here is this request's alone."""
@@ -199,17 +269,18 @@ class Engine:
             request.finish_reason, request.error = "error", error
         request.last_token_s = time.perf_counter()
         request.first_token_s = request.first_token_s or request.last_token_s
+        if request.error is None:
+            self._counters.drawn(request)
 
     def _abort_all(self) -> None:
-        scheduler = self.scheduler
-        for request in (*scheduler.running, *scheduler.waiting):
+        """End everything and forget every page, since any of this may be half done."""
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.finish_reason = request.finish_reason or "abort"
-            request.pages = []
-        self.scheduler = Scheduler(
-            PagePool(scheduler.pool.n_pages),
-            max_batch=scheduler.max_batch,
-            token_budget=scheduler.token_budget,
-        )
+            request.pages, request.nodes = [], []
+            self._counters.ended(request)
+        n_preempted = self.scheduler.n_preempted
+        self.scheduler = self._new_scheduler()
+        self.scheduler.n_preempted = n_preempted
 
 
 def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int) -> None:

@@ -11,7 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ropewalk.backend.base import PAGE_SIZE
 from ropewalk.engine.pages import pages_for
+from ropewalk.engine.prefix import Node
 from ropewalk.engine.sampler import Context, Logprob
 from ropewalk.params import SamplingParams
 
@@ -28,17 +30,29 @@ class Request:
     id : int
         Number of the request, ascending in order of arrival.
     params, seed
-        What was asked for; `seed` is the one in use, also when `params.seed` is None.
+        What was asked for; `seed` is the key of this request's draws, also when `params.seed` is None.
     end_ids : frozenset of int
         The model's end tokens, empty with `ignore_eos`.
     tokens : int32 [n_prompt + max_tokens]
         Prompt, then output; the first `n_tokens` are known.
     n_prompt, n_tokens, max_tokens : int
         Tokens of the prompt, of prompt and output so far, and the most that the output can have.
+    index, group
+        Which completion of its prompt it is, and all of them in order, itself included.
+    priority : int
+        Smaller ones run first.
+    cache_key : bytes
+        What the values in its pages follow from besides its tokens; see `engine.prefix`.
     n_computed : int
-        Positions 0 ... n_computed - 1 have keys and values in the cache. Changed by `Engine.step` alone.
+        Positions 0 ... n_computed - 1 have keys and values in the cache. Changed by `PageTables` alone.
     pages : list of int
-        Page table; empty while the request waits and after its end.
+        Page table: the pages of the computed positions. Empty while the request waits and after its end.
+    nodes : list of Node
+        Their places in the prefix cache, for the full ones.
+    n_cached : int
+        Tokens of the prompt that were found computed when the request first ran.
+    n_preempted : int
+        How often it had to give up its pages and wait.
     finish_reason, stop_reason, error
         None until the end. `stop_reason` is the stop token or stop string; `error` belongs to "error".
     logprobs : list of Logprob
@@ -54,8 +68,15 @@ class Request:
     tokens: NDArray[np.int32]
     n_prompt: int
     n_tokens: int
+    index: int = 0
+    group: list[Request] = field(default_factory=list, repr=False)
+    priority: int = 0
+    cache_key: bytes = b""
     n_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list, repr=False)
+    n_cached: int = 0
+    n_preempted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -86,9 +107,19 @@ class Request:
         return self.n_tokens - self.n_computed
 
     @property
-    def pages_at_most(self) -> int:
-        """Pages it needs if it runs to its end; the last token drawn is never computed."""
-        return pages_for(len(self.tokens) - 1)
+    def rank(self) -> tuple[int, int]:
+        """Who comes first: the smaller priority, then the earlier arrival."""
+        return self.priority, self.id
+
+    @property
+    def pages_soon(self) -> int:
+        """Pages for its known tokens and one page more, or to its end; the last token drawn is never computed."""
+        return pages_for(min(self.n_tokens + PAGE_SIZE, len(self.tokens) - 1))
+
+    def block(self, i: int) -> bytes:
+        """What the values in its page i follow from, besides the pages before it."""
+        tokens = self.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
+        return tokens if i else self.cache_key + tokens
 
     @property
     def context(self) -> Context:

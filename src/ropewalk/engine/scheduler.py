@@ -1,20 +1,30 @@
-"""Which tokens run in the next step: continuous batching, first come first served.
+"""Which tokens run in the next step: continuous batching by rank, with pages on demand.
 
-A request joins as soon as there is room in the batch and pages for the longest it can become, so nothing that
-runs can ever run out of pages. A step has a budget of tokens: every request that decodes gets its one token
-first, the rest goes to prompts in order of arrival, in chunks. So a long prompt delays its neighbours' tokens
-by at most one budget a step, and since the budget is no smaller than the batch, prompts always advance.
+Requests are ranked by priority, then by arrival. The first in rank that waits joins as soon as there is room in the
+batch and there are pages for its known tokens and one page more, beyond what those that run will need so soon; nobody
+overtakes it. When pages run out all the same, the last in rank gives up its pages and waits. It continues later by
+computing them again, or finding them in the prefix cache, and since the model gives the same bits whatever shares a
+step, it continues with the same tokens.
+
+A step has a budget of tokens. Every request that decodes gets its one token, the rest goes to prompts in order of
+rank, in chunks. So a long prompt delays its neighbours' tokens by at most one budget a step, and since the budget is
+no smaller than the batch, prompts always advance.
+
+The first in rank never waits for pages: all others would give up theirs first, and a sequence longer than the pool
+is refused before it gets here. So every step computes something, and everybody ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
-from ropewalk.engine.pages import PagePool
 from ropewalk.engine.request import Request
+from ropewalk.engine.tables import PageTables
 from ropewalk.errors import InvalidParameterError
+
+_BY_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -26,81 +36,121 @@ class Chunk:
 
 
 class Scheduler:
-    """Waiting and running requests over one pool of pages.
+    """Waiting and running requests over the pages of one pool.
 
     Parameters
     ----------
-    pool : PagePool
+    tables : PageTables
     max_batch : int
         Most requests that run at the same time, at least 1.
     token_budget : int
         Most tokens in one step, at least `max_batch`.
+
+    Attributes
+    ----------
+    waiting, running : list of Request
+        In order of rank.
+    n_preempted : int
+        How often a request had to give up its pages.
     """
 
-    def __init__(self, pool: PagePool, *, max_batch: int, token_budget: int) -> None:
+    def __init__(self, tables: PageTables, *, max_batch: int, token_budget: int) -> None:
         if max_batch < 1:
             raise InvalidParameterError(f"max_batch is {max_batch}; allowed: at least 1")
         if token_budget < max_batch:
             raise InvalidParameterError(
                 f"token_budget is {token_budget}; allowed: at least max_batch, which is {max_batch}"
             )
-        self.pool = pool
+        self.tables = tables
         self.max_batch = max_batch
         self.token_budget = token_budget
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.n_preempted = 0
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the queue."""
-        self.waiting.append(request)
+        """Put a request into the queue."""
+        insort(self.waiting, request, key=_BY_RANK)
 
     def remove(self, request: Request) -> None:
         """Take a request out, waiting or running, and free its pages."""
         (self.running if request in self.running else self.waiting).remove(request)
-        self.pool.release(request.pages)
-        request.pages = []
+        self.tables.drop(request)
 
     def schedule(self) -> list[Chunk]:
-        """Admit what fits, then share out the budget. Empty only if there are no requests."""
+        """Admit what fits, then share out the budget. Empty only if there are no requests.
+
+        Whoever is preempted comes later in rank than everybody who has got a chunk already.
+        """
         self._admit()
-        decoding = [request for request in self.running if request.n_pending == 1]
-        chunks = [Chunk(request, 1) for request in decoding]
+        chunks = []
+        decoding = {request for request in self.running if request.n_pending == 1}
         left = self.token_budget - len(decoding)
-        for request in self.running:
-            if request.n_pending > 1 and left > 0:
+        for index, request in enumerate(tuple(self.running)):
+            if index >= len(self.running):
+                break
+            if request in decoding:
+                count = 1
+            else:
+                self._reuse(request)
                 count = min(request.n_pending, left)
+            if count and self._make_room(request, count):
                 chunks.append(Chunk(request, count))
-                left -= count
+                left -= 0 if request in decoding else count
         return chunks
 
     def _admit(self) -> None:
-        while (
-            self.waiting
-            and len(self.running) < self.max_batch
-            and self.waiting[0].pages_at_most <= self.pool.n_free
-        ):
-            request = self.waiting.popleft()
-            request.pages = self.pool.allocate(request.pages_at_most)
-            self.running.append(request)
+        while self.waiting and len(self.running) < self.max_batch:
+            request = self.waiting[0]
+            if self._prompt_is_under_way(request):
+                return
+            found = self.tables.reuse(request)
+            if self._missing(request) > self.tables.pool.n_free - sum(map(self._missing, self.running)):
+                self.tables.drop(request)
+                return
+            self._count(request, found)
+            insort(self.running, request, key=_BY_RANK)
+            del self.waiting[0]
 
-    def tables(self) -> Iterable[list[int]]:
-        """Page tables of all requests."""
-        return [request.pages for request in (*self.running, *self.waiting)]
+    def _missing(self, request: Request) -> int:
+        return self.tables.missing(request, request.pages_soon)
+
+    def _prompt_is_under_way(self, request: Request) -> bool:
+        """Whether another completion of the prompt is about to have pages that this one can share."""
+        return any(r in self.running and r.n_computed < r.n_prompt - 1 for r in request.group)
+
+    def _reuse(self, request: Request) -> None:
+        self._count(request, self.tables.reuse(request))
+
+    def _count(self, request: Request, n_found: int) -> None:
+        if not request.n_preempted:
+            request.n_cached += n_found
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Get the pages for a chunk, from the last in rank if need be; False if that is the request itself."""
+        while not self.tables.extend(request, request.n_computed + count):
+            assert len(self.running) > 1, "a request does not fit into the pool"
+            victim = self.running[-1]
+            self.tables.drop(victim)
+            victim.n_preempted += 1
+            self.n_preempted += 1
+            insort(self.waiting, victim, key=_BY_RANK)
+            del self.running[-1]
+            if victim is request:
+                return False
+        return True
 
     def check(self) -> None:
         """Prove the promises of this module; raises AssertionError."""
-        self.pool.check(self.tables())
+        self.tables.check([*self.running, *self.waiting])
         assert len(self.running) <= self.max_batch
-        assert len({request.id for request in (*self.running, *self.waiting)}) == len(self.running) + len(
-            self.waiting
-        ), "a request is queued twice"
-        for request in self.running:
-            assert len(request.pages) == request.pages_at_most
-            assert 0 <= request.n_computed < request.n_tokens <= len(request.tokens)
+        for requests in (self.running, self.waiting):
+            assert requests == sorted(requests, key=_BY_RANK), "out of order"
+        everybody = [*self.running, *self.waiting]
+        assert len(set(everybody)) == len(everybody), "a request is queued twice"
+        for request in everybody:
             assert request.finish_reason is None
+            assert request.pages or request in self.running or not request.n_computed
+            assert 0 <= request.n_computed < request.n_tokens < len(request.tokens)
         for request in self.waiting:
-            assert not request.pages
-            assert request.n_computed == 0
-        assert [r.id for r in self.waiting] == sorted(r.id for r in self.waiting), (
-            "not first come first served"
-        )
+            assert not request.pages, "a waiting request holds pages"
