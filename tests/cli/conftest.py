@@ -26,6 +26,7 @@ def ropewalk():
 def finished(text: str, prompt: object, params) -> SimpleNamespace:
     timings = SimpleNamespace(
         prompt_tokens=10,
+        cached_tokens=0,
         generated_tokens=len(text),
         prefill_s=0.1,
         decode_s=0.5,

@@ -52,6 +52,7 @@ def test_set_changes_the_next_answer(ropewalk, llm):
         ("/set temperature -1", "temperature is -1"),
         ("/set temperature hot", "temperature is 'hot'"),
         ("/set logprobs 2", "NAME is one of"),
+        ("/set n 2", "NAME is one of"),
         ("/set seed", "NAME is one of"),
         ("/nonsense", "/nonsense is no command"),
         ("/help", "/reset"),

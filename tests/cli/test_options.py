@@ -43,7 +43,7 @@ def test_every_sampling_option_arrives(parse):
         "--temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --repetition-penalty 1.1 "
         "--frequency-penalty 0.2 --presence-penalty 0.3 --logit-bias 5:-1.5 --logit-bias 7:2 --seed 9 "
         "--max-tokens 20 --min-tokens 2 --stop A --stop B --stop-token-id 3 --stop-token-id 4 --ignore-eos "
-        "--show-stop --show-special --threads 2 --context 99 --cache-type float32"
+        "--show-stop --show-special --threads 2 --context 99 --cache-type float32 --kv-memory 2GiB --no-prefix-cache"
     )
     params, machine = parse(*shlex.split(line))
     assert params == SamplingParams(
@@ -65,7 +65,9 @@ def test_every_sampling_option_arrives(parse):
         include_stop_str_in_output=True,
         skip_special_tokens=False,
     )
-    assert machine == options.Machine(n_threads=2, context_length=99, cache_dtype="float32")
+    assert machine == options.Machine(
+        n_threads=2, context_length=99, cache_dtype="float32", kv_memory="2GiB", prefix_cache=False
+    )
 
 
 def test_no_limit_of_tokens(parse):
@@ -80,6 +82,7 @@ def test_no_limit_of_tokens(parse):
         (("--logit-bias", "x"), "ID:BIAS"),
         (("--threads", "0"), "--threads"),
         (("--max-tokens", "many"), "--max-tokens"),
+        (("--kv-memory", "lots"), "kv_memory is 'lots'"),
         (("--temprature", "1"), "--temprature"),
     ],
 )

@@ -154,6 +154,7 @@ def test_json(ropewalk, llm):
         "prompt_token_ids": [1, 2],
         "timings": {
             "prompt_tokens": 10,
+            "cached_tokens": 0,
             "generated_tokens": 6,
             "prefill_s": 0.1,
             "decode_s": 0.5,

@@ -31,7 +31,8 @@ def print_stream(chunks: Iterable[StreamChunk]) -> RequestOutput | None:
 def speed_line(output: RequestOutput, params: SamplingParams) -> str:
     """What an answer cost, in one line, with the seed if one mattered."""
     t = output.timings
-    parts = [f"prefill {t.prompt_tokens} tokens, {t.prefill_tps:.1f} tok/s"]
+    cached = f" ({t.cached_tokens} cached)" if t.cached_tokens else ""
+    parts = [f"prefill {t.prompt_tokens} tokens{cached}, {t.prefill_tps:.1f} tok/s"]
     if t.generated_tokens > 1:
         parts.append(f"decode {t.generated_tokens} tokens, {t.decode_tps:.1f} tok/s")
     parts.append(f"first token after {t.time_to_first_token_s:.2f} s")
@@ -55,6 +56,7 @@ def as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
         "prompt_token_ids": list(output.prompt_token_ids),
         "timings": {
             "prompt_tokens": t.prompt_tokens,
+            "cached_tokens": t.cached_tokens,
             "generated_tokens": t.generated_tokens,
             "prefill_s": t.prefill_s,
             "decode_s": t.decode_s,

@@ -31,6 +31,7 @@ HELP = {
     "/help": "this list",
     "/exit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
+NOT_HERE = ("n", "logprobs")
 WORDS = {"none": None, "true": True, "false": False, "on": True, "off": False}
 
 
@@ -124,7 +125,7 @@ class Conversation:
         """Change one sampling parameter: `NAME VALUE`."""
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
-        known = [f.name for f in dataclasses.fields(SamplingParams) if f.name != "logprobs"]
+        known = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_HERE]
         if name not in known or not value.strip():
             tell(f"/set NAME VALUE, where NAME is one of {', '.join(known)}")
             return
@@ -138,7 +139,7 @@ class Conversation:
 
     def show(self) -> None:
         """Tell the settings and the size of the conversation."""
-        facts = {k: repr(v) for k, v in dataclasses.asdict(self.params).items() if k != "logprobs"}
+        facts = {k: repr(v) for k, v in dataclasses.asdict(self.params).items() if k not in NOT_HERE}
         facts["messages"] = str(len(self.messages))
         facts["context"] = f"{self.context_used} of {self.llm.context_length} tokens"
         facts["system"] = visible(self.system or "(none)")

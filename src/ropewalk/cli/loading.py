@@ -154,5 +154,7 @@ def open_llm(model: str, machine: Machine) -> LLM:
             n_threads=machine.n_threads,
             context_length=machine.context_length,
             cache_dtype=machine.cache_dtype,
+            kv_memory=machine.kv_memory,
+            prefix_cache=machine.prefix_cache,
             progress=progress,
         )

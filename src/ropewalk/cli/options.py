@@ -144,11 +144,13 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """How to run a model: threads, context in tokens, and the type of the KV cache's elements."""
+    """How to run a model: threads, context in tokens, and the KV cache: type of its elements, size, sharing."""
 
     n_threads: int | None
     context_length: int | None
     cache_dtype: str
+    kv_memory: str | None = None
+    prefix_cache: bool = True
 
 
 def machine(
@@ -164,9 +166,24 @@ def machine(
     cache_type: Annotated[
         str, typer.Option("--cache-type", help="The KV cache's elements: float16 or int8.")
     ] = "float16",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-memory",
+            metavar="SIZE",
+            help="Of the KV cache: 2GiB, 500MB or 25%. Default: 25% of what is free.",
+        ),
+    ] = None,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute the beginning of each prompt anew.")
+    ] = False,
 ) -> Machine:
     """The options that say how to run a model."""
-    return Machine(n_threads=threads, context_length=context, cache_dtype=cache_type)
+    if kv_memory is not None:
+        from ropewalk.engine.budget import parse_memory
+
+        parse_memory(kv_memory, free_bytes=2**30)  # refuses what is no size
+    return Machine(threads, context, cache_type, kv_memory, not no_prefix_cache)
 
 
 def model_argument() -> Any:
