@@ -145,7 +145,7 @@ def find(model: str) -> Path:
 
 
 def open_llm(model: str, machine: Machine) -> LLM:
-    """A model that is ready to answer; to be closed. What `find` and `LLM` raise is raised here."""
+    """A model that answers one request at a time; to be closed. What `find` and `LLM` raise is raised here."""
     from ropewalk import LLM
 
     with progress_on_stderr() as progress:
@@ -156,5 +156,6 @@ def open_llm(model: str, machine: Machine) -> LLM:
             cache_dtype=machine.cache_dtype,
             kv_memory=machine.kv_memory,
             prefix_cache=machine.prefix_cache,
+            max_batch=1,
             progress=progress,
         )

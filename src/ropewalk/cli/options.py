@@ -171,7 +171,7 @@ def machine(
         typer.Option(
             "--kv-memory",
             metavar="SIZE",
-            help="Of the KV cache: 2GiB, 500MB or 25%. Default: 25% of what is free.",
+            help="Of the KV cache: 2GiB, 500MB or 25%. Default: one context.",
         ),
     ] = None,
     no_prefix_cache: Annotated[
