@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from ropewalk.checkpoint.gguf import GGUF, TensorInfo
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import FLOAT_KINDS, GROUP, PACKED, PANEL_ROWS
-from ropewalk.kernels.forward import READS_BYTES, READS_FLOATS, compile_steps
+from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.matmul import TILES, matmul_worker, max_tile
 from ropewalk.kernels.pack import compile_packer, packer
+from ropewalk.kernels.products import READS_BYTES, READS_FLOATS
 from ropewalk.kernels.tables import MATRIX_FIELDS, Layer, Matrix
 from ropewalk.model.config import ModelConfig
 
