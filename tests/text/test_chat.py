@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import pytest
-from jinja2.exceptions import SecurityError, UndefinedError
+from jinja2.exceptions import SecurityError
 
 import ropewalk
 from ropewalk.checkpoint.gguf import open_gguf
@@ -168,32 +168,17 @@ def test_messages_are_not_changed():
         "{{ lipsum.__globals__ }}", "{{ messages.append(1) }}", "{{ messages[0].update({'role': 'x'}) }}",
         "{{ messages.clear() }}", "{{ ().__class__.__mro__[1].__subclasses__() }}", "{{ '{0.__class__}'.format('') }}",
         "{{ '{x.__class__}'.format_map({'x': ''}) }}", "{{ raise_exception.__globals__ }}", "{{ self.__init__.__globals__ }}",
-        "{{ namespace.__init__ }}", "{{ joiner.__init__.__globals__ }}", "{{ range.__self__ }}", "{{ messages.sort() }}",
+        "{{ namespace.__init__ }}", "{{ joiner.__init__.__globals__ }}", "{{ range.__globals__ }}", "{{ messages.sort() }}",
         "{% for x in messages %}{{ loop.__class__ }}{% endfor %}", "{{ [''] | map('attr', '__class__') | join }}",
         "{{ [''] | map(attribute='__class__') | join }}", "{{ ''.encode() }}", "{{ ''.translate({}) }}", "{{ lipsum() }}",
         "{{ (1).to_bytes(3) }}", "{{ {}.fromkeys('x') }}",
     ],
 )  # fmt: skip
 def test_f1_python_cannot_be_reached(source):
-    """F1: each ends in Jinja's SecurityError, reported as TemplateError (or reveals nothing at all)."""
-    try:
-        text = render(source)
-    except TemplateError as error:
-        assert isinstance(error.__cause__, (SecurityError, UndefinedError)), error.__cause__
-    else:
-        assert text == ""
-
-
-def test_f1_the_four_named_attacks_raise_security_errors():
-    for source in (
-        "{{ ''.__class__.x }}",
-        "{{ cycler.__init__.x }}",
-        "{{ lipsum.__globals__.x }}",
-        "{{ messages.append(1) }}",
-    ):
-        with pytest.raises(TemplateError) as caught:
-            render(source)
-        assert isinstance(caught.value.__cause__, SecurityError)
+    """F1: each ends in Jinja's SecurityError, reported as TemplateError; to read is enough, without further use."""
+    with pytest.raises(TemplateError) as caught:
+        render(source)
+    assert isinstance(caught.value.__cause__, SecurityError)
 
 
 def test_f1_there_is_no_other_jinja_environment():

@@ -19,7 +19,7 @@ nothing of messages or tokens.
 import json
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -152,6 +152,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: paying_filter(name, self.filters[name]) for name in FILTERS - {"tojson"}}
         self.filters["tojson"] = paying_filter("tojson", tojson)
         self.tests = {name: paying_test(name, cast(Any, test)) for name, test in self.tests.items()}
+
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
+        """Raise at once where Jinja gives an undefined value, which prints as nothing until it is used further."""
+        raise SecurityError(f"reaches for {attribute!r} of a value of type {type(obj).__name__}")
 
     def compile_chat(self, source: str) -> Template:
         """Compile a template; raises jinja2.TemplateError, or whatever else a hostile source provokes."""
