@@ -72,6 +72,25 @@ class TestTokens:
         request = alone(toy, prompt, GREEDY, max_batch=2, token_budget=budget)
         assert request.output == by_hand(toy, prompt, 20)
 
+    @pytest.mark.parametrize("n", [1, 7, 8, 64])
+    def test_a6_ties_at_the_top_k_cut_alone_and_in_a_batch(self, toy, n):
+        """Logits [2, 1, 1, 1, 0], k = 2: of ids 0 and 1 alone, and the same ones, whatever the batch."""
+        tied = np.array([2, 1, 1, 1, 0], np.float32)
+
+        class Tied(toy):
+            def logits(self, tokens):
+                return tied if tokens[0] == 0 else super().logits(tokens)
+
+        backend = Tied(vocab_size=5)
+        engine = engine_of(backend, max_batch=64, kv_tokens=64 * 64, end_ids=[])
+        asked = [SamplingParams(top_k=2, seed=s, max_tokens=20, ignore_eos=True) for s in range(n)]
+        requests = [engine.add_request([0 if s == n // 2 else 1], p) for s, p in enumerate(asked)]
+        run(engine)
+        assert max(backend.batch_sizes) == n
+        mine = requests[n // 2]
+        assert set(mine.output) == {0, 1}
+        assert mine.output == alone(lambda: Tied(vocab_size=5), [0], asked[n // 2], end_ids=[]).output
+
     @given(prompts, knobs)
     @settings(max_examples=40)
     def test_without_a_cache_the_same_tokens(self, toy, prompt, params):

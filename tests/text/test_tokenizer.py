@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.errors import CheckpointError, PromptError, UnsupportedModelError
+from ropewalk.text.stream import StreamDecoder
 from ropewalk.text.tokenizer import Tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "data" / "tokenization.json.xz"
@@ -145,6 +146,30 @@ def test_any_bytes_have_ids(smollm2_tokenizer, data):
 def test_lone_surrogates_are_encoded_as_their_three_bytes(smollm2_tokenizer):
     """JSON can smuggle "\\ud83d" into a str."""
     assert smollm2_tokenizer.encode("a\ud83db") == smollm2_tokenizer.encode(b"a\xed\xa0\xbdb")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_e1_a_stream_of_random_ids_equals_decoding_all_at_once(name, metadata_of):
+    """E1: whatever the ids; of these, most runs hold broken characters, and some hold control tokens."""
+    tokenizer = Tokenizer.from_metadata(metadata_of(name))
+    rng = np.random.default_rng(6)
+    special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
+    partial = [i for i in range(tokenizer.vocab_size) if not is_utf8(tokenizer.token_bytes(i))]
+    for _ in range(60):
+        ids = [int(i) for pool in (tokenizer.vocab_size, partial, special) for i in rng.choice(pool, 12)]
+        rng.shuffle(ids)
+        for skip in (True, False):
+            stream = StreamDecoder(tokenizer, skip_special=skip)
+            texts = [stream.push(i) for i in ids] + [stream.finish()]
+            assert "".join(texts) == tokenizer.decode(ids, skip_special=skip, continuation=True)
+
+
+def is_utf8(data):
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 # Small vocabularies of our own
