@@ -191,7 +191,7 @@ class TestCompletions:
         assert chunks[-1].output.outputs == output.outputs
 
     def test_each_ends_for_itself(self):
-        bias = {END: 2.0}
+        bias = {END: 1.0}
         (output,) = toy_llm().generate("ab", SamplingParams(n=16, seed=1, max_tokens=9, logit_bias=bias))
         assert {c.finish_reason for c in output.outputs} == {"stop", "length"}
         for c in output.outputs:
