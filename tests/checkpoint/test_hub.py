@@ -346,6 +346,12 @@ def test_unknown_names_get_near_matches(entry):
         hub.resolve("owner/repo")
 
 
+def test_a_near_match_that_is_in_the_cache_is_named_once(entry):
+    hub.pull(entry.name)
+    with pytest.raises(ModelNotFoundError, match=r"did you mean tiny-1b\?$"):
+        hub.resolve("tiny1b")
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -162,7 +162,7 @@ def _as_path(name: str) -> Path | None:
         return path
     if path.suffix.lower() == ".gguf":
         raise ModelNotFoundError(f"there is no file {name}{_neighbours(path)}")
-    known = [*CATALOG, *(m.name for m in list_models())]
+    known = list(dict.fromkeys([*CATALOG, *(m.name for m in list_models())]))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names: {', '.join(CATALOG)}"
     if name.count("/") == 1 and not name.startswith((".", "~", "/")):
