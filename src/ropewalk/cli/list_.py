@@ -13,7 +13,7 @@ from ropewalk.cli.console import byte_size, columns, one_line, say, verb, write_
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """List the models in the cache, and the catalog's that could be pulled."""
+    """List the models in the cache, and those to be had."""
     from ropewalk.checkpoint import hub
 
     here = hub.list_models()
