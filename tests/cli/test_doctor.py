@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ropewalk.kernels import bandwidth, cpu, jit, team
+from ropewalk.kernels import bandwidth, cache, cpu, team
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_json_says_what_the_kernels_will_do(ropewalk, measured, monkeypatch, tmp
     assert facts["cpu"]["features"] == sorted(cpu.cpu_features())
     assert facts["threads"]["default"] == team.available_threads() == min(facts["threads"]["limits"].values())
     assert facts["folders"]["cache"] == str(tmp_path)
-    assert facts["folders"]["kernels"] == str(jit.cache_folder())
+    assert facts["folders"]["kernels"] == str(cache.cache_folder())
     assert facts["read_bandwidth_bytes_per_s"] == 12.5e9
     assert measured == [team.available_threads()]
 

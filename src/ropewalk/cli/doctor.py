@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ropewalk import __version__
-from ropewalk.cli.console import fields, one_line, say, tell, verb, write_json
+from ropewalk.cli.console import byte_size, fields, one_line, say, tell, verb, write_json
 
 LIBRARIES = ("numba", "llvmlite", "numpy", "tokenizers", "jinja2", "huggingface_hub")
 
@@ -23,10 +23,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show what this machine can do.
-
-    The CPU, the kernels chosen for it, threads, folders, versions, and the read bandwidth, measured now.
-    """
+    """Show the CPU, the kernels chosen for it, threads, folders, versions and the measured read bandwidth."""
     facts = examine(threads)
     if as_json:
         write_json(facts)
@@ -38,12 +35,13 @@ def examine(threads: int | None) -> dict[str, Any]:
     """What `doctor` shows, as JSON values. The read bandwidth is measured here and now."""
     from ropewalk.checkpoint.hub import cache_dir
     from ropewalk.kernels.bandwidth import measure_read_bandwidth
+    from ropewalk.kernels.cache import cache_bytes, cache_folder
     from ropewalk.kernels.cpu import RUNGS, choose_rung, cpu_features, cpu_identity, is_usable
-    from ropewalk.kernels.jit import cache_folder
     from ropewalk.kernels.team import available_threads, thread_limits
 
     features = cpu_features()
     rung = choose_rung()
+    used, everything = cache_bytes()
     n_threads = threads or available_threads()
     tell("measuring the read bandwidth ...")
     return {
@@ -66,7 +64,12 @@ def examine(threads: int | None) -> dict[str, Any]:
             "limits": thread_limits(),
             "cpus_of_the_machine": os.cpu_count(),
         },
-        "folders": {"cache": str(cache_dir()), "kernels": str(cache_folder())},
+        "folders": {
+            "cache": str(cache_dir()),
+            "kernels": str(cache_folder()),
+            "kernels_bytes": used,
+            "all_kernels_bytes": everything,
+        },
         "read_bandwidth_bytes_per_s": measure_read_bandwidth(n_threads),
     }
 
@@ -78,6 +81,7 @@ def show(facts: dict[str, Any]) -> None:
     limits = ", ".join(f"{name} {number}" for name, number in threads["limits"].items())
     all_cpus = threads["cpus_of_the_machine"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items()]
+    sizes = f"{byte_size(folders['kernels_bytes'])}; in all {byte_size(folders['all_kernels_bytes'])}"
     lines = {
         "versions": ", ".join(versions),
         "python": facts["executable"],
@@ -86,7 +90,7 @@ def show(facts: dict[str, Any]) -> None:
         "kernels": f"{kernels['chosen']}: {kernels['reason']} (usable: {', '.join(kernels['usable'])})",
         "threads": f"{threads['default']}, the least of {limits} ({all_cpus} CPUs in all)",
         "cache": folders["cache"],
-        "compiled kernels": folders["kernels"],
+        "compiled kernels": f"{folders['kernels']} ({sizes})",
         "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s with {threads['measured_with']} threads",
     }
     say(fields({name: one_line(value) for name, value in lines.items()}))
