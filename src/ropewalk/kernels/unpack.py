@@ -11,7 +11,7 @@ from numba.extending import intrinsic, overload
 
 from ropewalk.kernels import formats as F
 from ropewalk.kernels.cpu import choose_rung
-from ropewalk.kernels.jit import inline
+from ropewalk.kernels.jit import PART, inline
 from ropewalk.kernels.simd import (
     I8,
     bytes64,
@@ -263,13 +263,13 @@ def read_scales(kind, address, group):
     raise NotImplementedError("only inside kernels")
 
 
-@overload(unpack, prefer_literal=True)
+@overload(unpack, jit_options=PART, prefer_literal=True)
 def _overload_unpack(kind, address):
     read = inline(_UNPACK[kind.literal_value])
     return lambda kind, address: read(address)
 
 
-@overload(read_scales, prefer_literal=True)
+@overload(read_scales, jit_options=PART, prefer_literal=True)
 def _overload_read_scales(kind, address, group):
     read = inline(_SCALES[kind.literal_value])
     return lambda kind, address, group: read(address, group)
