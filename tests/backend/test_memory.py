@@ -64,10 +64,9 @@ def load(backend_of=CpuBackend):
     file = open_gguf(sys.argv[1])
     return file, backend_of(file, ModelConfig.from_gguf(file.metadata, file.tensors), n_threads=2)
 
-from ropewalk.backend.weights import _compile
+from ropewalk.backend.compile import compile_parts, parts_of_model
 file = open_gguf(sys.argv[1])
-q8 = [i for i in file.tensors.values() if i.format.name == "Q8_0"]
-_compile([(info, fine) for info in q8 for fine in (False, True)], print)
+compile_parts(parts_of_model(file, ModelConfig.from_gguf(file.metadata, file.tensors)))
 before = memory("VmRSS")
 file, backend = load()
 largest = max(info.n_bytes for info in file.tensors.values())

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch
+from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.weights import PackedWeights, pack_model
 from ropewalk.checkpoint.gguf import GGUF
@@ -25,6 +26,7 @@ from ropewalk.kernels.attention import (
     SCORES_BYTES,
     attention_worker,
     head_page_bytes,
+    head_passes,
     partial_bytes,
     query_bytes,
 )
@@ -131,6 +133,7 @@ class CpuBackend:
         self._checkpoint = checkpoint
         self._embedding = checkpoint.raw("token_embd.weight")
         self._embedding_format = checkpoint.tensors["token_embd.weight"].format
+        compile_parts(parts_of_model(checkpoint, config), progress)
         self.weights: PackedWeights = pack_model(checkpoint, config, self.n_threads, progress)
         self._frequencies = [
             inverse_frequencies(r, checkpoint.tensor("rope_freqs.weight") if r.freq_factors else None)
@@ -164,7 +167,9 @@ class CpuBackend:
 
     def new_cache(self, n_pages: int, dtype: str = "float16") -> CpuCache:
         """Allocate a KV cache of `n_pages` pages of 16 tokens."""
-        return CpuCache(self.config, n_pages, dtype)
+        cache = CpuCache(self.config, n_pages, dtype)
+        compile_parts(attention_parts(self.config, dtype))
+        return cache
 
     def forward(self, batch: StepBatch, cache: CpuCache) -> Float32Array:
         """Run one step; logits float32 [m, vocab] of `batch.logit_rows`, valid until the next call."""
@@ -235,10 +240,7 @@ class CpuBackend:
 
     def _fill_constant_fields(self) -> None:
         config, job = self.config, self._job
-        group = config.kv_group
-        passes = -(-group // MAX_GROUP)
-        self._pass_heads = -(-group // passes)
-        self._rest_heads = group % self._pass_heads or self._pass_heads
+        self._pass_heads, self._rest_heads = head_passes(config.kv_group)
         job[Job.HIDDEN], job[Job.FFN], job[Job.VOCAB] = config.hidden_size, config.ffn_size, config.vocab_size
         job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = (
             config.n_heads,

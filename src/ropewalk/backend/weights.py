@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from ropewalk.checkpoint.gguf import GGUF, TensorInfo
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import FLOAT_KINDS, GROUP, PACKED, PANEL_ROWS
-from ropewalk.kernels.forward import compile_steps
-from ropewalk.kernels.matmul import TILES, matmul_worker, max_tile
-from ropewalk.kernels.pack import compile_packer, packer
+from ropewalk.kernels.matmul import matmul_worker, tiles
+from ropewalk.kernels.pack import packer
 from ropewalk.kernels.products import READS_BYTES, READS_FLOATS
 from ropewalk.kernels.tables import MATRIX_FIELDS, Layer, Matrix
 from ropewalk.model.config import ModelConfig
@@ -95,13 +94,8 @@ def matrix_names(config: ModelConfig) -> Iterator[tuple[str, bool]]:
     yield ("token_embd.weight" if config.tied_output else "output.weight"), True
 
 
-def pack_model(
-    checkpoint: GGUF,
-    config: ModelConfig,
-    n_threads: int,
-    progress: Callable[[str, float], None] | None = None,
-) -> PackedWeights:
-    """Pack every matrix of a model and compile the kernels that they need.
+def matrices_of(checkpoint: GGUF, config: ModelConfig) -> list[tuple[TensorInfo, bool]]:
+    """Every matrix in table order, and whether it reads 16-bit activations.
 
     Raises
     ------
@@ -109,8 +103,23 @@ def pack_model(
         A matrix has a type that no kernel multiplies.
     """
     infos = [(checkpoint.tensors[name], fine) for name, fine in matrix_names(config)]
+    for info, _ in infos:
+        if info.format.name not in PACKED:
+            raise UnsupportedModelError(
+                f"tensor {info.name} has type {info.format.name}; the CPU kernels multiply {', '.join(PACKED)}"
+            )
+    return infos
+
+
+def pack_model(
+    checkpoint: GGUF,
+    config: ModelConfig,
+    n_threads: int,
+    progress: Callable[[str, float], None] | None = None,
+) -> PackedWeights:
+    """Pack every matrix of a model; raises as `matrices_of` does."""
+    infos = matrices_of(checkpoint, config)
     report = progress or (lambda what, share: None)
-    _compile(infos, report)
     sizes = [_panels(info) * PACKED[info.format.name].panel_bytes(info.shape[1]) for info, _ in infos]
     arena = np.empty(sum(sizes) + 64, np.uint8)
     start = -arena.ctypes.data % 64
@@ -131,27 +140,6 @@ def pack_model(
 
 def _panels(info: TensorInfo) -> int:
     return -(-info.shape[0] // PANEL_ROWS)
-
-
-def _compile(infos: list[tuple[TensorInfo, bool]], report: Callable[[str, float], None]) -> None:
-    """Compile (or load) packers and products of every format in use, in the order of their first use."""
-    for info, _ in infos:
-        if info.format.name not in PACKED:
-            raise UnsupportedModelError(
-                f"tensor {info.name} has type {info.format.name}; the CPU kernels multiply {', '.join(PACKED)}"
-            )
-    uses = dict.fromkeys((info.format.name, fine, info.format.block_bytes) for info, fine in infos)
-    for i, (name, fine, block_bytes) in enumerate(uses):
-        report(f"compiling kernels for {name}", i / (len(uses) + 2))
-        compile_packer(PACKED[name].kind, block_bytes)
-        for tile in _tiles():
-            matmul_worker(PACKED[name].kind, tile, int(fine))
-    report("compiling the forward pass", len(uses) / (len(uses) + 2))
-    compile_steps()
-
-
-def _tiles() -> tuple[int, ...]:
-    return tuple(t for t in TILES if t <= max_tile())
 
 
 def _pack_matrix(
@@ -176,7 +164,7 @@ def _fill_row(row: NDArray[np.int64], info: TensorInfo, fine: bool, region: NDAr
     row[Matrix.N_GROUPS] = info.shape[1] // GROUP
     row[Matrix.IS_FLOAT] = kind in FLOAT_KINDS
     row[Matrix.FINE] = fine
-    for i, tile in enumerate(_tiles()):
+    for i, tile in enumerate(tiles()):
         row[Matrix.WORKERS + i] = matmul_worker(kind, tile, int(fine))
 
 

@@ -126,6 +126,12 @@ def head_page_bytes(head_dim: int, quantized: bool) -> int:
     return PAGE * head_dim * (1 if quantized else 2)
 
 
+def head_passes(group: int) -> tuple[int, int]:
+    """Query heads of a KV head that a full pass serves, and those of the last pass."""
+    full = -(-group // -(-group // MAX_GROUP))
+    return full, group % full or full
+
+
 def partial_bytes(head_dim: int) -> int:
     """Bytes of one head's part of a partial result."""
     return 4 * (PARTIAL_FIELDS + head_dim)

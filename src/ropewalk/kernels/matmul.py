@@ -56,6 +56,11 @@ def max_tile() -> int:
     return 16 if choose_rung().name == "vnni" else 4
 
 
+def tiles() -> tuple[int, ...]:
+    """The tile sizes that are used on this rung."""
+    return tuple(t for t in TILES if t <= max_tile())
+
+
 def tile_for(n_tokens: int) -> int:
     """The tile that `n_tokens` tokens (at most `max_tile()`) go through."""
     return next(t for t in TILES if t >= n_tokens)
@@ -205,6 +210,7 @@ def accumulate_float(typing_context, kind, tile, acc, w, x):
     return result(kind, tile, acc, types.int64, types.int64), emit
 
 
+@cache
 def _float_worker(kind: int, tile: int) -> int:
     column_bytes = F.FORMAT_OF_KIND[kind].quant_bytes // F.GROUP
     group = F.GROUP

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+from numba import types
 
 from ropewalk.kernels import sync
 from ropewalk.kernels.forward import run_steps
@@ -109,6 +110,13 @@ def swap_word(words, index, value):
 @kernel
 def read_word(words, index):
     return sync.atomic_load(words, index)
+
+
+def compile_words() -> None:
+    """Compile (or load) the two above ahead of their first call."""
+    words = types.Array(types.int64, 1, "C")
+    swap_word.compile((words, types.int64, types.int64))
+    read_word.compile((words, types.int64))
 
 
 class _Crowding:

@@ -1,0 +1,96 @@
+"""Compiling ahead: which kernels a model needs, and all that there are.
+
+A kernel is compiled once and then loaded from disk (`kernels.cache`), so each of these functions is slow the first
+time and takes milliseconds later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from ropewalk.backend.weights import matrices_of
+from ropewalk.checkpoint.gguf import GGUF
+from ropewalk.checkpoint.quants import FORMATS
+from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes
+from ropewalk.kernels.formats import PACKED
+from ropewalk.kernels.forward import compile_steps
+from ropewalk.kernels.matmul import matmul_worker, tiles
+from ropewalk.kernels.pack import compile_packer
+from ropewalk.kernels.team import compile_words
+from ropewalk.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """Kernels that belong together: what they are, for people, and a function that compiles (or loads) them."""
+
+    what: str
+    compile: Callable[[], None]
+
+
+def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
+    """What packing and running this model takes, attention aside.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A matrix has a type that no kernel multiplies.
+    """
+    uses = dict.fromkeys(
+        (info.format.name, info.format.block_bytes, fine) for info, fine in matrices_of(checkpoint, config)
+    )
+    return [_format_part(*use) for use in uses] + [_FORWARD]
+
+
+def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
+    """What a cache of this type takes in addition."""
+    groups = dict.fromkeys(head_passes(config.kv_group))
+    return [_attention_part(group, cache_dtype == "int8") for group in groups]
+
+
+def all_parts() -> list[Part]:
+    """Everything that any model may need."""
+    formats = [
+        _format_part(name, FORMATS[name].block_bytes, fine) for name in PACKED for fine in (True, False)
+    ]
+    attention = [
+        _attention_part(group, is_int8) for group in range(1, MAX_GROUP + 1) for is_int8 in (False, True)
+    ]
+    return [*formats, *attention, _FORWARD]
+
+
+def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
+    """Compile (or load) in order; `progress` is told what is next and the share that is done, 0 to 1."""
+    parts = list(parts)
+    for i, part in enumerate(parts):
+        if progress:
+            progress(f"compiling {part.what}", i / len(parts))
+        part.compile()
+
+
+def _format_part(name: str, block_bytes: int, fine: bool) -> Part:
+    return Part(f"kernels for {name}", partial(_compile_format, PACKED[name].kind, block_bytes, fine))
+
+
+def _compile_format(kind: int, block_bytes: int, fine: bool) -> None:
+    compile_packer(kind, block_bytes)
+    for tile in tiles():
+        matmul_worker(kind, tile, int(fine))
+
+
+def _attention_part(group: int, is_int8: bool) -> Part:
+    return Part(f"attention for groups of {group}", partial(_compile_attention, group, is_int8))
+
+
+def _compile_attention(group: int, is_int8: bool) -> None:
+    attention_worker(group, int(is_int8))
+
+
+def _compile_forward() -> None:
+    compile_words()
+    compile_steps()
+
+
+_FORWARD = Part("the forward pass", _compile_forward)

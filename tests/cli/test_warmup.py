@@ -1,0 +1,70 @@
+"""`ropewalk warmup`: which kernels it compiles, and what it says."""
+
+import pytest
+
+from ropewalk.backend import compile as backend_compile
+from ropewalk.backend.compile import Part, attention_parts
+from ropewalk.cli import warmup as warmup_verb
+from ropewalk.kernels import cache
+from ropewalk.kernels.attention import head_passes
+from ropewalk.kernels.formats import PACKED
+
+
+@pytest.fixture
+def compiled(monkeypatch, smollm2):
+    """The names of the parts that were compiled; compiling takes no time."""
+    names = []
+
+    def compile_parts(parts, progress):
+        names.extend(part.what for part in parts)
+
+    monkeypatch.setattr(backend_compile, "compile_parts", compile_parts)
+    monkeypatch.setattr(cache, "cache_bytes", lambda: (12_300_000, 99))
+    monkeypatch.setattr(warmup_verb, "find", lambda model: smollm2)
+    return names
+
+
+def test_a_model_needs_its_formats_both_caches_and_the_forward_pass(ropewalk, compiled):
+    result = ropewalk("warmup")
+    assert result.exit_code == 0, result.stderr
+    assert set(compiled) == {
+        "kernels for Q4_1",
+        "kernels for Q8_0",
+        "the forward pass",
+        "attention for groups of 3",
+    }
+    assert compiled.count("attention for groups of 3") == 2
+    assert result.stdout == f"ready after 0.0 s: 12.3 MB in {cache.cache_folder()}\n"
+
+
+def test_all_is_every_format_and_every_group(ropewalk, compiled):
+    ropewalk("warmup", "--all")
+    assert {name for name in compiled if name.startswith("kernels")} == {
+        f"kernels for {name}" for name in PACKED
+    }
+    assert {name for name in compiled if name.startswith("attention")} == {
+        f"attention for groups of {n}" for n in range(1, 9)
+    }
+
+
+def test_parts_are_compiled_in_order_and_told(monkeypatch):
+    log = []
+    parts = [Part(name, lambda name=name: log.append(name)) for name in "ab"]
+    backend_compile.compile_parts(parts, lambda what, share: log.append((what, share)))
+    assert log == [("compiling a", 0.0), "a", ("compiling b", 0.5), "b"]
+
+
+@pytest.mark.parametrize(
+    ("group", "passes"), [(1, (1, 1)), (8, (8, 8)), (9, (5, 4)), (14, (7, 7)), (17, (6, 5))]
+)
+def test_query_heads_are_shared_out_evenly_over_passes(group, passes):
+    assert head_passes(group) == passes
+
+
+def test_a_model_of_two_kinds_of_pass_needs_both(monkeypatch):
+    from types import SimpleNamespace
+
+    assert [part.what for part in attention_parts(SimpleNamespace(kv_group=9), "int8")] == [
+        "attention for groups of 5",
+        "attention for groups of 4",
+    ]
