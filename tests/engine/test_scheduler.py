@@ -101,10 +101,10 @@ class TestPreemption:
         counts = []
         for prefix_cache in (True, False):
             engine = engine_of(toy(), kv_tokens=80, prefix_cache=prefix_cache)
-            for i in range(3):
-                engine.add_request([i + 1] * 3, greedy(60))
+            requests = [engine.add_request([i + 1] * 3, greedy(60)) for i in range(3)]
             run(engine)
             counts.append(engine.statistics().computed_tokens)
+            assert [r.n_cached for r in requests] == [0, 0, 0]  # its own pages are no hits of its prompt
         assert 3 * 62 < counts[0] < counts[1]
 
     def test_everybody_ends_though_all_want_the_whole_pool(self, toy):
