@@ -1,13 +1,16 @@
 """`ropewalk warmup`: which kernels it compiles, and what it says."""
 
+import pickle
+
 import pytest
 
 from ropewalk.backend import compile as backend_compile
-from ropewalk.backend.compile import Part, attention_parts
+from ropewalk.backend.compile import Part, all_parts, attention_parts
 from ropewalk.cli import warmup as warmup_verb
 from ropewalk.kernels import cache
 from ropewalk.kernels.attention import head_passes
 from ropewalk.kernels.formats import PACKED
+from ropewalk.kernels.pack import compile_packer
 
 
 @pytest.fixture
@@ -15,25 +18,26 @@ def compiled(monkeypatch, smollm2):
     """The names of the parts that were compiled; compiling takes no time."""
     names = []
 
-    def compile_parts(parts, progress):
+    def compile_in_processes(parts, n_processes, progress):
         names.extend(part.what for part in parts)
 
-    monkeypatch.setattr(backend_compile, "compile_parts", compile_parts)
+    monkeypatch.setattr(backend_compile, "compile_in_processes", compile_in_processes)
     monkeypatch.setattr(cache, "cache_bytes", lambda: (12_300_000, 99))
     monkeypatch.setattr(warmup_verb, "find", lambda model: smollm2)
     return names
 
 
-def test_a_model_needs_its_formats_both_caches_and_the_forward_pass(ropewalk, compiled):
-    result = ropewalk("warmup")
+def test_a_model_needs_its_formats_both_caches_and_the_forward_pass_each_once(ropewalk, compiled):
+    result = ropewalk("warmup", "one", "two")
     assert result.exit_code == 0, result.stderr
-    assert set(compiled) == {
+    assert compiled == [
+        "the forward pass",
+        "kernels for Q4_1",  # with 16-bit activations and with 8-bit ones
         "kernels for Q4_1",
         "kernels for Q8_0",
-        "the forward pass",
-        "attention for groups of 3",
-    }
-    assert compiled.count("attention for groups of 3") == 2
+        "attention for groups of 3, float16",
+        "attention for groups of 3, int8",
+    ]
     assert result.stdout == f"ready after 0.0 s: 12.3 MB in {cache.cache_folder()}\n"
 
 
@@ -43,13 +47,28 @@ def test_all_is_every_format_and_every_group(ropewalk, compiled):
         f"kernels for {name}" for name in PACKED
     }
     assert {name for name in compiled if name.startswith("attention")} == {
-        f"attention for groups of {n}" for n in range(1, 9)
+        f"attention for groups of {n}, {cache}" for n in range(1, 9) for cache in ("float16", "int8")
     }
+
+
+def test_processes_compile_onto_the_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROPEWALK_HOME", str(tmp_path))
+    parts = [
+        Part("a packer", compile_packer, (PACKED[name].kind, size)) for name, size in (("F32", 4), ("F16", 2))
+    ]
+    told = []
+    backend_compile.compile_in_processes(parts, 2, lambda what, share: told.append((what, share)))
+    assert told == [("compiling a packer", 0.0), ("compiling a packer", 0.5)]
+    assert len(list(tmp_path.rglob("pack.*.nbc"))) == 2
+
+
+def test_every_part_can_be_sent_to_a_process():
+    assert pickle.loads(pickle.dumps(all_parts())) == all_parts()
 
 
 def test_parts_are_compiled_in_order_and_told(monkeypatch):
     log = []
-    parts = [Part(name, lambda name=name: log.append(name)) for name in "ab"]
+    parts = [Part(name, log.append, (name,)) for name in "ab"]
     backend_compile.compile_parts(parts, lambda what, share: log.append((what, share)))
     assert log == [("compiling a", 0.0), "a", ("compiling b", 0.5), "b"]
 
@@ -65,6 +84,6 @@ def test_a_model_of_two_kinds_of_pass_needs_both(monkeypatch):
     from types import SimpleNamespace
 
     assert [part.what for part in attention_parts(SimpleNamespace(kv_group=9), "int8")] == [
-        "attention for groups of 5",
-        "attention for groups of 4",
+        "attention for groups of 5, int8",
+        "attention for groups of 4, int8",
     ]

@@ -6,9 +6,12 @@ time and takes milliseconds later.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from multiprocessing import get_context
+from typing import Any
 
 from ropewalk.backend.weights import matrices_of
 from ropewalk.checkpoint.gguf import GGUF
@@ -24,10 +27,14 @@ from ropewalk.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Part:
-    """Kernels that belong together: what they are, for people, and a function that compiles (or loads) them."""
+    """Kernels that belong together: what they are, for people, and the call that compiles (or loads) them."""
 
     what: str
-    compile: Callable[[], None]
+    function: Callable[..., object]
+    arguments: tuple[Any, ...] = ()
+
+    def compile(self) -> None:
+        self.function(*self.arguments)
 
 
 def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
@@ -41,7 +48,7 @@ def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
     uses = dict.fromkeys(
         (info.format.name, info.format.block_bytes, fine) for info, fine in matrices_of(checkpoint, config)
     )
-    return [_format_part(*use) for use in uses] + [_FORWARD]
+    return [_FORWARD, *(_format_part(*use) for use in uses)]
 
 
 def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
@@ -58,7 +65,7 @@ def all_parts() -> list[Part]:
     attention = [
         _attention_part(group, is_int8) for group in range(1, MAX_GROUP + 1) for is_int8 in (False, True)
     ]
-    return [*formats, *attention, _FORWARD]
+    return [_FORWARD, *formats, *attention]
 
 
 def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
@@ -70,8 +77,33 @@ def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] 
         part.compile()
 
 
+def compile_in_processes(
+    parts: Iterable[Part], n_processes: int, progress: Callable[[str, float], None] | None = None
+) -> None:
+    """As `compile_parts`, several at a time: onto the disk, not into this process.
+
+    Numba compiles one function at a time in a process, whatever its threads. The program must be one that
+    `multiprocessing` can start anew: the command line is, a notebook may not be.
+    """
+    parts = list(parts)
+    pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_ignore_interrupts)
+    try:
+        waiting = [pool.submit(part.compile) for part in parts]
+        for i, (part, future) in enumerate(zip(parts, waiting, strict=True)):
+            if progress:
+                progress(f"compiling {part.what}", i / len(parts))
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; the first one ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _format_part(name: str, block_bytes: int, fine: bool) -> Part:
-    return Part(f"kernels for {name}", partial(_compile_format, PACKED[name].kind, block_bytes, fine))
+    return Part(f"kernels for {name}", _compile_format, (PACKED[name].kind, block_bytes, fine))
 
 
 def _compile_format(kind: int, block_bytes: int, fine: bool) -> None:
@@ -81,11 +113,8 @@ def _compile_format(kind: int, block_bytes: int, fine: bool) -> None:
 
 
 def _attention_part(group: int, is_int8: bool) -> Part:
-    return Part(f"attention for groups of {group}", partial(_compile_attention, group, is_int8))
-
-
-def _compile_attention(group: int, is_int8: bool) -> None:
-    attention_worker(group, int(is_int8))
+    cache = "int8" if is_int8 else "float16"
+    return Part(f"attention for groups of {group}, {cache}", attention_worker, (group, int(is_int8)))
 
 
 def _compile_forward() -> None:

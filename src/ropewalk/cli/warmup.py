@@ -21,10 +21,17 @@ def warmup(
     every: Annotated[bool, typer.Option("--all", help="Everything that any model may need.")] = False,
 ) -> None:
     """Compile ahead what models need, both types of cache included; tell how long it took and where it is kept."""
-    from ropewalk.backend.compile import Part, all_parts, attention_parts, compile_parts, parts_of_model
+    from ropewalk.backend.compile import (
+        Part,
+        all_parts,
+        attention_parts,
+        compile_in_processes,
+        parts_of_model,
+    )
     from ropewalk.backend.cpu import CACHE_DTYPES
     from ropewalk.checkpoint.gguf import open_gguf
     from ropewalk.kernels.cache import cache_bytes, cache_folder
+    from ropewalk.kernels.team import available_threads
     from ropewalk.model.config import ModelConfig
 
     parts: list[Part] = []
@@ -38,6 +45,10 @@ def warmup(
         parts += all_parts()
     start = time.perf_counter()
     with progress_on_stderr() as progress:
-        compile_parts(parts, lambda what, share: progress(what, round(100 * share), 100))
+        compile_in_processes(
+            dict.fromkeys(parts),
+            available_threads(),
+            lambda what, share: progress(what, round(100 * share), 100),
+        )
     took = time.perf_counter() - start
     say(f"ready after {took:.1f} s: {byte_size(cache_bytes()[0])} in {one_line(cache_folder())}")
