@@ -60,7 +60,10 @@ class PageTables:
         request.nodes = nodes[: request.n_computed // PAGE_SIZE]
 
     def _reuse_shared(self, request: Request) -> None:
-        """Take over the prompt from another completion of it, the page that it ends in included."""
+        """Take over the prompt from another completion of it, the page that it ends in included.
+
+        Where there is a prefix cache it has all other pages, so `nodes` is complete already.
+        """
         end = min(request.n_prompt, request.n_tokens - 1)
         if request.n_computed >= end:
             return
@@ -69,7 +72,6 @@ class PageTables:
                 pages = other.pages[len(request.pages) : pages_for(end)]
                 self.pool.share(pages)
                 request.pages += pages
-                request.nodes = other.nodes[: end // PAGE_SIZE]
                 request.n_computed = end
                 return
 
