@@ -74,8 +74,8 @@ def test_a_depth_beyond_the_context_is_refused_before_anything_is_loaded():
         InvalidParameterError, match=r"prefill of 97 tokens at depth 4000 takes 4097 .* has 4096"
     ):
         Plan(prompts=(97,), depths=(4000,)).check(CONFIG, 0, 1 << 40)
-    with pytest.raises(InvalidParameterError, match="decode of 16 tokens at depth 4081"):
-        Plan(prompts=(1,), depths=(4081,)).check(CONFIG, 0, 1 << 40)
+    with pytest.raises(InvalidParameterError, match="decode of 8 tokens at depth 4089"):
+        Plan(prompts=(1,), depths=(4089,)).check(CONFIG, 0, 1 << 40)
 
 
 def test_default_depths_are_those_that_the_context_has_room_for():
@@ -86,10 +86,10 @@ def test_default_depths_are_those_that_the_context_has_room_for():
 
 def test_what_does_not_fit_into_memory_is_refused_with_the_sizes():
     plan = Plan(prompts=(16,), depths=(2048,), batches=(64,))
-    cache = 64 * (2064 // 16) * PAGE_BYTES
+    cache = 64 * 129 * PAGE_BYTES  # 2056 tokens are 129 pages
     plan.check(CONFIG, 1000, cache + 1000 + bench.BANDWIDTH_BYTES)
     with pytest.raises(
-        InvalidParameterError, match=r"a batch of 64 with 2064 tokens each takes 0\.1 GB of cache"
+        InvalidParameterError, match=r"a batch of 64 with 2056 tokens each takes 0\.1 GB of cache"
     ):
         plan.check(CONFIG, 1000, cache + 999 + bench.BANDWIDTH_BYTES)
 
@@ -109,8 +109,8 @@ def test_a_decode_step_reads_every_weight_and_the_context_once():
 
 def test_a_window_bounds_what_a_layer_reads():
     deep = work(Case("decode", 1, 1, 1000))
-    assert deep.cache_bytes == (1008 + 64) * 2 * 2 * 32 * 2
-    assert deep.macs == (14 * 2 + 7) * 16 * 64 + 2 * 4 * 32 * (1008 + 64)
+    assert deep.cache_bytes == (1004 + 64) * 2 * 2 * 32 * 2
+    assert deep.macs == (14 * 2 + 7) * 16 * 64 + 2 * 4 * 32 * (1004 + 64)
 
 
 def test_a_batch_shares_the_weights_and_nothing_else():
@@ -186,7 +186,7 @@ def test_medians_over_the_rounds_the_first_left_out():
     assert [r.step_s for r in results] == [21, 4]
     assert [r.bandwidth for r in results] == [300, 300]
     assert len(backend.batches) == 1 + 4 * (1 + DECODE_STEPS)
-    assert backend.cache.copies == [(0, page) for page in range(1, 3 * 4)]  # 56 tokens are 4 pages
+    assert backend.cache.copies == [(0, page) for page in range(1, 3 * 3)]  # 48 tokens are 3 pages
     assert told == [i / 8 for i in range(8)]
 
 

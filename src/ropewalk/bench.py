@@ -34,7 +34,7 @@ from ropewalk.kernels.tables import MATRICES_PER_LAYER, Matrix
 from ropewalk.kernels.team import available_threads, thread_limits
 from ropewalk.model.config import ModelConfig
 
-DECODE_STEPS = 16
+DECODE_STEPS = 8
 BANDWIDTH_BYTES = 1 << 29  # of the buffer whose reading is the bound
 
 
