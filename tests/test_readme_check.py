@@ -33,6 +33,11 @@ Words in between.
 ```text
 shown, not compared
 ```
+
+<!-- not run: no network either -->
+```sh
+exit 2
+```
 """
 
 

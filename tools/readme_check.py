@@ -15,7 +15,7 @@ from pathlib import Path
 
 TOP = Path(__file__).parent.parent
 LIMIT_S = 300
-BLOCK = re.compile(r"(?P<skip><!-- not run: .+ -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"(?P<skip><!-- not run: [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 
 
 @dataclass
