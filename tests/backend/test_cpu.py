@@ -188,6 +188,20 @@ def test_a_copied_page_continues_like_the_original(backend, dtype):
     assert np.array_equal(branch, expected)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_a_cache_takes_memory_where_it_is_written_only(backend, whole):
+    """Huge pages would take 2 MB for each of 180 streams, 360 MB for one page of ours."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = backend.new_cache(4000)
+    run(backend, cache, TOKENS[:4])
+    assert cache.n_bytes > 10**9
+    assert resident() - before < 20 * 2**20
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_a_page_has_the_bytes_that_were_said_before(backend, dtype):
     assert backend.page_bytes(dtype) == backend.new_cache(1, dtype).bytes_per_page
