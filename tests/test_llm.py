@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ropewalk import LLM, SamplingParams
+from ropewalk import llm as llm_module
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 from ropewalk.text.chat import ChatTemplate
 
@@ -431,6 +432,23 @@ class TestFailures:
         assert [chunk.token_id for chunk in chunks] == expected.token_ids
         assert idle(llm)
 
+    @pytest.mark.parametrize("place", ["Generation", "_submit"])
+    def test_ctrl_c_while_a_request_is_added_leaves_nothing_behind(self, monkeypatch, place):
+        llm = toy_llm()
+        submit = llm._submit
+
+        def interrupted(*args):
+            if place == "_submit":
+                submit(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm_module if place == "Generation" else llm, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("a", SEEDED)
+        assert llm.generate("b", SEEDED)[0].text == toy_llm().generate("b", SEEDED)[0].text
+        assert idle(llm)
+
     def test_a_fault_in_decoding_fails_its_request_alone(self):
         class Faulty(ToyTokenizer):
             def token_bytes(self, i):
@@ -456,12 +474,23 @@ class TestFailures:
         ):
             with pytest.raises(GenerationError, match="closed"):
                 use()
+        assert llm.kv_cache_bytes == 0
         llm.close()
 
     @pytest.mark.parametrize("length", [1, 513, -5])
     def test_context_lengths_that_are_not_allowed(self, length):
         with pytest.raises(InvalidParameterError, match=f"context_length is {length}; allowed: 2 ... 512"):
             toy_llm(context_length=length, kv_tokens=None)
+
+    @pytest.mark.parametrize("params", [5, {"n": 2}, 0, {}])
+    def test_what_is_no_sampling_params(self, params):
+        with pytest.raises(InvalidParameterError, match=r"params is .*; allowed: SamplingParams"):
+            toy_llm().generate("a", params)
+
+    @pytest.mark.parametrize("budget", ["512", 512.0])
+    def test_a_token_budget_that_is_no_integer(self, budget):
+        with pytest.raises(InvalidParameterError, match=r"token_budget is .*; allowed: an integer"):
+            toy_llm(token_budget=budget)
 
 
 class TestLogits:
@@ -476,10 +505,15 @@ class TestLogits:
 
     def test_a_whole_context_is_allowed_and_nothing_longer(self):
         assert toy_llm().logits([1] * 64).shape == (64, 13)
-        with pytest.raises(PromptError, match="65 tokens"):
+        with pytest.raises(PromptError, match="65 tokens; at most 64 fit into a context of 64"):
             toy_llm().logits([1] * 65)
         with pytest.raises(PromptError, match="no tokens"):
             toy_llm().logits([])
+
+    @pytest.mark.parametrize("value", [None, 5, b"ab", iter([1])])
+    def test_what_is_no_sequence_of_ids(self, value):
+        with pytest.raises(PromptError, match="allowed: a string or a sequence of token ids"):
+            toy_llm().logits(value)
 
 
 class TestChat:

@@ -15,11 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array, StepBatch
-from ropewalk.engine.budget import cache_size, check_context
+from ropewalk.engine.budget import cache_size, check_context, check_count
 from ropewalk.engine.engine import Engine, check_prompt
 from ropewalk.engine.pages import pages_for
 from ropewalk.engine.statistics import Statistics
@@ -112,6 +113,8 @@ class LLM:
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
             template = ChatTemplate.from_metadata(checkpoint.metadata)
+            if n_threads is not None:
+                check_count("n_threads", n_threads)
             check_context(context_length, config.context_length)  # packing takes a while: refuse before it
             backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=_in_steps(progress))
             resources.callback(backend.close)
@@ -156,6 +159,7 @@ class LLM:
         kv_cache: bool = True,
         prefix_cache: bool = True,
     ) -> None:
+        check_count("token_budget", token_budget)
         size = cache_size(
             model_context=backend.config.context_length,
             page_bytes=backend.page_bytes(cache_dtype),
@@ -183,7 +187,8 @@ class LLM:
             keep_cache=kv_cache,
             prefix_cache=prefix_cache,
         )
-        self._live: dict[int, Generation] = {}
+        # A caller holds its generation. What an interrupt leaves without one is ended by the next step.
+        self._live: WeakValueDictionary[int, Generation] = WeakValueDictionary()
         self._lock = threading.RLock()
         self._closed = False
 
@@ -292,8 +297,9 @@ class LLM:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes allocated for the KV cache."""
-        return int(self._engine.cache.n_bytes)
+        """Bytes allocated for the KV cache; 0 once the `LLM` is closed."""
+        cache = self._engine.cache
+        return 0 if cache is None else int(cache.n_bytes)
 
     def statistics(self) -> Statistics:
         """Requests, pages, tokens, times and prefix hits so far."""
@@ -332,8 +338,11 @@ class LLM:
         PromptError
             If there are no tokens, too many, or some outside the vocabulary.
         """
+        _check_kind(token_ids)
         n, vocab_size = len(token_ids), self.config.vocab_size
-        check_prompt(token_ids, vocab_size=vocab_size, most=self.context_length)
+        check_prompt(
+            token_ids, vocab_size=vocab_size, most=self.context_length, context_length=self.context_length
+        )
         tokens = np.asarray(token_ids, dtype=np.int32)
         table = np.arange(pages_for(n), dtype=np.int32)[None]
         logits = np.empty((n, vocab_size), dtype=np.float32)
@@ -390,8 +399,7 @@ class LLM:
         if isinstance(prompt, str):
             prompt = _Rendered(prompt, self.encode(prompt))
         text, ids = (prompt.text, prompt.ids) if isinstance(prompt, _Rendered) else (None, prompt)
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes):
-            raise _not_a_prompt(prompt)
+        _check_kind(ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
         self._engine.validate(ids, params)
@@ -450,7 +458,13 @@ class LLM:
                     "the request was ended by an interrupted step that it shared with another"
                 )
             changed = self._engine.step()
-            for other in dict.fromkeys(self._live[request.id] for request in changed):
+            others: dict[Generation, None] = {}
+            for request in changed:
+                if (other := self._live.get(request.id)) is None:
+                    self._engine.finish(request)
+                else:
+                    others[other] = None
+            for other in others:
                 other.advance(self._engine)
 
     def _drop(self, generation: Generation) -> None:
@@ -492,8 +506,8 @@ def _together(prompts: Any, params: Any, priority: Any) -> Iterable[tuple[Any, S
         prompts = list(prompts)
         if prompts and isinstance(prompts[0], int | np.integer):
             prompts = [prompts]
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence):
+        params = [SamplingParams() if params is None else params] * len(prompts)
     if not isinstance(priority, Sequence):
         priority = [priority] * len(prompts)
     for name, values in (("params", params), ("priorities", priority)):
@@ -507,6 +521,11 @@ def _in_steps(progress: Progress | None) -> Callable[[str, float], None] | None:
     if progress is None:
         return None
     return lambda what, share: progress(what, round(100 * share), 100)
+
+
+def _check_kind(ids: object) -> None:
+    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes):
+        raise _not_a_prompt(ids)
 
 
 def _not_a_prompt(value: object) -> PromptError:

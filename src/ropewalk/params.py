@@ -159,7 +159,12 @@ def _is_int(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _checked_bias(bias: Any) -> Mapping[int, float]:

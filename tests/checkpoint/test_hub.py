@@ -346,6 +346,12 @@ def test_unknown_names_get_near_matches(entry):
         hub.resolve("owner/repo")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 5000, "x" * 300 + "/y.gguf"])
+def test_what_is_too_long_for_a_name_is_no_file(entry, name):
+    with pytest.raises(ModelNotFoundError, match="there is no"):
+        hub.resolve(name)
+
+
 def test_a_near_match_that_is_in_the_cache_is_named_once(entry):
     hub.pull(entry.name)
     with pytest.raises(ModelNotFoundError, match=r"did you mean tiny-1b\?$"):

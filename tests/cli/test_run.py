@@ -86,6 +86,12 @@ def test_one_argument_with_a_space_is_a_prompt(ropewalk, llm):
     assert llm.asked[0][1] == user("Why is the sky blue?")
 
 
+def test_a_prompt_that_is_too_long_for_a_file_name(ropewalk, llm):
+    prompt = "Why is the sky/blue? " * 500
+    ropewalk("run", prompt, stdin="")
+    assert llm.asked[0][1] == user(prompt)
+
+
 def test_one_argument_with_a_space_that_is_a_file_is_a_model(ropewalk, llm, tmp_path):
     path = tmp_path / "my model.gguf"
     path.touch()

@@ -72,6 +72,16 @@ def test_sizes(options, context_length, kv_tokens):
         ),
         ({"kv_memory": 999}, "room for 0 tokens, at 1000 bytes for 16; allowed: at least 2 tokens"),
         ({"kv_memory": 9999, "kv_tokens": 64}, "allowed: one of them"),
+        ({"kv_tokens": 10**30}, r"0 bytes; allowed: at most the 4,000,000 that are free"),
+        (
+            {"kv_memory": "1000TiB"},
+            "kv_memory is 1000TiB: .* bytes; allowed: at most the 4,000,000 that are free",
+        ),
+        ({"kv_tokens": 64.5}, r"kv_tokens is 64\.5; allowed: an integer"),
+        ({"context_length": "64"}, "context_length is '64'; allowed: an integer"),
+        ({"context_length": 64.0}, r"context_length is 64\.0; allowed: an integer"),
+        ({"max_batch": None}, "max_batch is None; allowed: an integer"),
+        ({"max_batch": True}, "max_batch is True; allowed: an integer"),
     ],
 )
 def test_sizes_that_are_not_allowed(options, message):

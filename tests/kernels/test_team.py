@@ -105,6 +105,17 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), np.array_equal(step(), f
     assert live(smollm2, code) == "0 True"
 
 
+def test_a_team_that_is_dropped_ends_its_threads(smollm2):
+    code = """
+import threading
+members = [t for t in threading.enumerate() if t.name.startswith("ropewalk")]
+del backend
+[member.join(10) for member in members]
+print(len(members) > 0, any(member.is_alive() for member in members))
+"""
+    assert live(smollm2, code) == "True False"
+
+
 @pytest.mark.parametrize(
     "end", ["raise SystemExit(0)", "sys.stdout.flush(); del backend", "backend.close(); backend.close()"]
 )

@@ -216,7 +216,7 @@ def test_f3_the_templates_own_words():
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([], "at least one message"), ("Hi", "list"), ({"role": "user"}, "list"), (["Hi"], "message 0 is 'Hi'"),
+        ([], "at least one message"), (5, "list"), (b"Hi", "list"), ("Hi", "list"), ({"role": "user"}, "list"), (["Hi"], "message 0 is 'Hi'"),
         ([{"content": "Hi"}], "message 0 has the role None"), ([{"role": 3, "content": "x"}], "message 0 has the role 3"),
         ([*HI, {"role": "user"}], "message 1 has no content"), ([{"role": "user", "content": None}], "message 0 has no content"),
         ([{"role": "assistant", "tool_calls": "x"}], "message 0 has tool_calls 'x'"),

@@ -158,7 +158,7 @@ def _as_path(name: str) -> Path | None:
     if name in CATALOG or name.startswith(huggingface.PREFIX):
         return None
     path = Path(name).expanduser()
-    if path.exists():
+    if is_there(path):
         return path
     if path.suffix.lower() == ".gguf":
         raise ModelNotFoundError(f"there is no file {name}{_neighbours(path)}")
@@ -170,8 +170,16 @@ def _as_path(name: str) -> Path | None:
     raise ModelNotFoundError(f"there is no model and no file called {name!r}; {hint}")
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; unlike `Path.exists`, False for what is too long for a name."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def _neighbours(path: Path) -> str:
-    if not path.parent.is_dir():
+    if not is_there(path.parent):
         return f"; nor is there a folder {path.parent}"
     names = [p.name for p in path.parent.glob("*.gguf")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)

@@ -72,7 +72,9 @@ def run(
 
 def model_and_prompt(model: str | None, prompt: str | None) -> tuple[str, str | None]:
     """What the two optional arguments mean; a prompt of None is to be read from stdin."""
-    if model is not None and prompt is None and any(map(str.isspace, model)) and not Path(model).exists():
+    from ropewalk.checkpoint.hub import is_there
+
+    if model is not None and prompt is None and any(map(str.isspace, model)) and not is_there(Path(model)):
         model, prompt = None, model
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("no prompt: give one after the model, or pipe it in", param_hint="PROMPT")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 
 from ropewalk.backend.base import PAGE_SIZE
 from ropewalk.errors import InvalidParameterError
@@ -64,6 +65,9 @@ def cache_size(
     InvalidParameterError
         If a value is not allowed, or they contradict each other.
     """
+    check_count("max_batch", max_batch)
+    if kv_tokens is not None:
+        check_count("kv_tokens", kv_tokens)
     if kv_tokens is not None and kv_memory is not None:
         raise InvalidParameterError("kv_tokens and kv_memory both size the KV cache; allowed: one of them")
     room, said = kv_tokens, f"kv_tokens is {kv_tokens}"
@@ -80,15 +84,28 @@ def cache_size(
         room = max(context_length, min(share, max_batch * context_length))
     elif room < context_length:
         raise InvalidParameterError(f"{said}; allowed: at least context_length, which is {context_length}")
+    elif (n_bytes := -(-room // PAGE_SIZE) * page_bytes) > max(free_bytes, page_bytes):
+        raise InvalidParameterError(
+            f"{said}, which takes {n_bytes:,} bytes; allowed: at most the {free_bytes:,} that are free"
+        )
     return CacheSize(context_length, room)
 
 
 def check_context(context_length: int | None, model_context: int) -> None:
     """Raise InvalidParameterError if a model cannot read that many tokens; None is the default and fine."""
-    if context_length is not None and not 2 <= context_length <= model_context:
+    if context_length is None:
+        return
+    check_count("context_length", context_length)
+    if not 2 <= context_length <= model_context:
         raise InvalidParameterError(
             f"context_length is {context_length}; allowed: 2 ... {model_context}, the model's"
         )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise InvalidParameterError if a number of things is not an integer."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidParameterError(f"{name} is {value!r}; allowed: an integer")
 
 
 def parse_memory(value: str | float, free_bytes: int) -> int:

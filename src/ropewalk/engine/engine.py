@@ -152,7 +152,12 @@ class Engine:
 
     def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise, without adding anything."""
-        check_prompt(prompt, vocab_size=self.backend.config.vocab_size, most=self.context_length - 1)
+        check_prompt(
+            prompt,
+            vocab_size=self.backend.config.vocab_size,
+            most=self.context_length - 1,
+            context_length=self.context_length,
+        )
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
             for token in ids:
                 if token >= self.backend.config.vocab_size:
@@ -283,13 +288,13 @@ class Engine:
         self.scheduler.n_preempted = n_preempted
 
 
-def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int) -> None:
+def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int, context_length: int) -> None:
     """Raise PromptError unless the prompt has 1 ... `most` token ids of the vocabulary."""
     if len(prompt) == 0:
         raise PromptError("the prompt has no tokens; at least one is needed")
     if len(prompt) > most:
         raise PromptError(
-            f"the prompt has {len(prompt)} tokens; at most {most} fit into a context of {most + 1}"
+            f"the prompt has {len(prompt)} tokens; at most {most} fit into a context of {context_length}"
         )
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

@@ -169,6 +169,7 @@ class Team:
     def __init__(self, n_threads: int, job: np.ndarray, layers: np.ndarray, matrices: np.ndarray) -> None:
         self.n_threads = n_threads
         self._tables = (job, layers, matrices)
+        self._threads: list[threading.Thread] = []
         self._start()
         _teams.add(self)
 
@@ -178,17 +179,16 @@ class Team:
         self._words = sync.new_sync(self.n_threads)
         self._steps = 0
         self._wake = [threading.Semaphore(0) for _ in range(self.n_threads)]
-        self._threads = [
-            threading.Thread(
+        self._threads = []
+        for tid in range(1, self.n_threads):
+            thread = threading.Thread(
                 target=_serve,
                 args=(tid, self._words, self._wake[tid], self._tables),
                 name=f"ropewalk-{tid}",
                 daemon=True,
             )
-            for tid in range(1, self.n_threads)
-        ]
-        for thread in self._threads:
             thread.start()
+            self._threads.append(thread)
 
     def step(self) -> None:
         """Run one step to its end. Only one thread may call this at a time."""
@@ -204,13 +204,21 @@ class Team:
 
     def close(self) -> None:
         """End the threads; harmless when called twice."""
-        if self._pid == os.getpid() and self._threads:
-            swap_word(self._words, sync.STOP, 1)
-            self._wake_sleepers(self.n_threads)
-            for thread in self._threads:
-                thread.join(timeout=10)
-            self._threads = []
+        for thread in self._dismiss():
+            thread.join(timeout=10)
         _teams.discard(self)
+
+    def __del__(self) -> None:
+        self._dismiss()  # without waiting: the garbage may be collected by one of the threads themselves
+
+    def _dismiss(self) -> list[threading.Thread]:
+        """Tell the threads to end, and return those that were told now."""
+        threads, self._threads = self._threads, []
+        if not threads or self._pid != os.getpid():
+            return []
+        swap_word(self._words, sync.STOP, 1)
+        self._wake_sleepers(self.n_threads)
+        return threads
 
     def _wake_sleepers(self, active: int) -> None:
         for tid in range(1, active):

@@ -6,7 +6,7 @@ generation.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +88,7 @@ class ChatTemplate:
         TemplateError : there are no messages, one is malformed, the template refuses them (in its own words),
             does something forbidden, or exceeds its limits.
         """
-        if isinstance(messages, (str, Mapping)) or not messages:
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable) or not messages:
             raise TemplateError("messages must be a list with at least one message")
         checked = [_checked(i, message) for i, message in enumerate(messages)]
         values = {"documents": None, **self._tokens, **variables}
