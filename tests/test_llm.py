@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ropewalk import LLM, SamplingParams
-from ropewalk import llm as llm_module
+from ropewalk import driver as driver_module
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 from ropewalk.text.chat import ChatTemplate
 
@@ -92,9 +92,9 @@ def says(*texts, prompt="a"):
 
 def idle(llm):
     """Whether no request and no page is in use."""
-    engine = llm._engine
+    engine = llm.driver.engine
     engine.check()
-    return not engine.has_unfinished and not llm._live and engine.statistics().pages_used == 0
+    return not engine.has_unfinished and not llm.driver.live and engine.statistics().pages_used == 0
 
 
 SEEDED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
@@ -421,10 +421,10 @@ class TestFailures:
 
         def interrupted_after_it():
             monkeypatch.undo()
-            llm._engine.step()
+            llm.driver.engine.step()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(llm._engine, "step", interrupted_after_it)
+        monkeypatch.setattr(llm.driver.engine, "step", interrupted_after_it)
         with pytest.raises(KeyboardInterrupt):
             next(other)
         chunks = before + list(mine)
@@ -443,7 +443,7 @@ class TestFailures:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module if place == "Generation" else llm, place, interrupted)
+            patch.setattr(driver_module if place == "Generation" else llm, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate("a", SEEDED)
         assert llm.generate("b", SEEDED)[0].text == toy_llm().generate("b", SEEDED)[0].text
@@ -687,7 +687,7 @@ class TestRealModel:
                 {"kv_tokens": 112, "prefix_cache": False},
             )
         )
-        engine, asked = tiny._engine, []
+        engine, asked = tiny.driver.engine, []
         for _ in range(10):
             prompt = ids[: chance.choice([3, 15, 16, 33])] + ids[: chance.randrange(3)]
             params = SamplingParams(

@@ -7,6 +7,7 @@ know models or prompts' text; `ropewalk.llm` makes one `Generation` for each pro
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,12 +35,18 @@ class Generation:
     ----------
     chunks : deque of StreamChunk
         What was not fetched yet.
+    on_advance : callable ()
+        Called after each step that has brought it further or ended it, by the thread that ran the step.
+    lost_by : BaseException or None
+        What the step raised in which it was lost.
     """
 
     def __init__(self, requests: list[Request], prompt: str | None, tokenizer: Tokenizer) -> None:
         self.requests = requests
         self.prompt = prompt
         self.chunks: deque[StreamChunk] = deque()
+        self.on_advance: Callable[[], object] = lambda: None
+        self.lost_by: BaseException | None = None
         self._completions = [_Completion(request, tokenizer) for request in requests]
 
     @property

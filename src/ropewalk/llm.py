@@ -8,18 +8,17 @@ are built, and an `Engine` runs the requests. Prompts become token ids here; tok
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.driver import Driver
 from ropewalk.engine.budget import cache_size, check_context, check_count
 from ropewalk.engine.engine import Engine, check_prompt
 from ropewalk.engine.pages import pages_for
@@ -176,7 +175,7 @@ class LLM:
         self.context_length = size.context_length
         self._cache_dtype = cache_dtype
         self._token_budget = token_budget
-        self._engine = Engine(
+        engine = Engine(
             backend,
             context_length=size.context_length,
             kv_tokens=size.kv_tokens,
@@ -187,10 +186,7 @@ class LLM:
             keep_cache=kv_cache,
             prefix_cache=prefix_cache,
         )
-        # A caller holds its generation. What an interrupt leaves without one is ended by the next step.
-        self._live: WeakValueDictionary[int, Generation] = WeakValueDictionary()
-        self._lock = threading.RLock()
-        self._closed = False
+        self.driver = Driver(engine, tokenizer)
 
     # Generating.
 
@@ -298,13 +294,12 @@ class LLM:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes allocated for the KV cache; 0 once the `LLM` is closed."""
-        cache = self._engine.cache
+        cache = self.driver.engine.cache
         return 0 if cache is None else int(cache.n_bytes)
 
     def statistics(self) -> Statistics:
         """Requests, pages, tokens, times and prefix hits so far."""
-        with self._lock:
-            return self._engine.statistics()
+        return self.driver.statistics()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return token ids as `generate` makes them of a prompt.
@@ -346,8 +341,8 @@ class LLM:
         tokens = np.asarray(token_ids, dtype=np.int32)
         table = np.arange(pages_for(n), dtype=np.int32)[None]
         logits = np.empty((n, vocab_size), dtype=np.float32)
-        with self._lock:
-            self._check_open()
+        with self.driver.lock:
+            self.driver.check_open()
             cache = self.backend.new_cache(pages_for(n), self._cache_dtype)
             chunk = min(self._token_budget, MAX_LOGIT_ROWS)
             for start in range(0, n, chunk):
@@ -366,12 +361,9 @@ class LLM:
 
     def close(self) -> None:
         """Release weights, KV cache and threads. Calling it again does nothing."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                for generation in list(self._live.values()):
-                    self._drop(generation)
-                self._engine.cache = None
+        with self.driver.lock:
+            if not self.driver.closed:
+                self.driver.close()
                 self._resources.close()
 
     def __enter__(self) -> Self:
@@ -393,7 +385,7 @@ class LLM:
         return _Rendered(text, encode_chat(self.tokenizer, text))
 
     def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams, priority: int) -> _Prepared:
-        self._check_open()
+        self.driver.check_open()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
         if isinstance(prompt, str):
@@ -402,16 +394,14 @@ class LLM:
         _check_kind(ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
-        self._engine.validate(ids, params)
+        self.driver.engine.validate(ids, params)
         return _Prepared(text, ids, params, priority)
 
     def _submit(self, prepared: _Prepared) -> Generation:
-        with self._lock:
-            self._check_open()
-            request = self._engine.add_request(prepared.ids, prepared.params, priority=prepared.priority)
-            generation = Generation(request.group, prepared.text, self.tokenizer)
-            self._live.update((request.id, generation) for request in generation.requests)
-            return generation
+        return self.driver.submit(
+            lambda engine: engine.add_request(prepared.ids, prepared.params, priority=prepared.priority),
+            prepared.text,
+        )
 
     def _run(self, prompts: Any, params: Any, priority: Any) -> list[RequestOutput]:
         prepared = [self._prepare(*each) for each in _together(prompts, params, priority)]
@@ -421,10 +411,10 @@ class LLM:
                 generations.append(self._submit(item))
             for generation in generations:
                 while not generation.ended:
-                    self._step(generation)
+                    self.driver.advance(generation)
         finally:
             for generation in generations:
-                self._drop(generation)
+                self.driver.drop(generation)
         outputs = [generation.output for generation in generations]
         for number, output in enumerate(outputs):
             for error in (completion.error for completion in output.outputs):
@@ -439,43 +429,11 @@ class LLM:
                 if generation.chunks:
                     yield generation.chunks.popleft()
                 else:
-                    self._step(generation)
+                    self.driver.advance(generation)
         finally:
-            self._drop(generation)
+            self.driver.drop(generation)
         if (error := generation.error) is not None:
             raise error if isinstance(error, GenerationError) else GenerationError(str(error)) from error
-
-    def _step(self, generation: Generation) -> None:
-        """Advance everything by one step, for the sake of one generation that has not ended."""
-        n_taken = generation.n_taken
-        with self._lock:
-            generation.advance(self._engine)  # what is left of a step, if an interrupt came just after it
-            if generation.ended or generation.n_taken > n_taken:
-                return  # so it was, or another thread has done it
-            self._check_open()
-            if generation.aborted:
-                raise GenerationError(
-                    "the request was ended by an interrupted step that it shared with another"
-                )
-            changed = self._engine.step()
-            others: dict[Generation, None] = {}
-            for request in changed:
-                if (other := self._live.get(request.id)) is None:
-                    self._engine.finish(request)
-                else:
-                    others[other] = None
-            for other in others:
-                other.advance(self._engine)
-
-    def _drop(self, generation: Generation) -> None:
-        with self._lock:
-            for request in generation.requests:
-                self._engine.finish(request)
-                self._live.pop(request.id, None)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise GenerationError("this LLM is closed")
 
 
 @dataclass(frozen=True)

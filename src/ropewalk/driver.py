@@ -1,0 +1,134 @@
+"""Who steps the engine: everybody that waits for tokens, one at a time.
+
+A thread that waits for a `Generation` takes the lock, runs a step, and hands what came of it to every generation that
+had a part in it; so any number of threads share the steps of one engine, and none needs to know of the others.
+`LLM` steps on the threads of its callers, `AsyncEngine` on a thread of its own. Does not know prompts, only token ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from ropewalk.engine.engine import Engine
+from ropewalk.engine.request import Request
+from ropewalk.engine.statistics import Statistics
+from ropewalk.errors import GenerationError
+from ropewalk.generation import Generation
+
+if TYPE_CHECKING:
+    from ropewalk.text.tokenizer import Tokenizer
+
+
+class Driver:
+    """An engine, and the generations that run on it.
+
+    Attributes
+    ----------
+    engine : Engine
+        Used under `lock` only.
+    live : mapping of request id to Generation
+        Those that are held by a caller. What an interrupt leaves without one is ended by the next step.
+    lock : RLock
+    closed : bool
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.live: WeakValueDictionary[int, Generation] = WeakValueDictionary()
+        self.lock = threading.RLock()
+        self.closed = False
+        self._posted: deque[Callable[[], object]] = deque()
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Have `action` called, under the lock, by whoever runs the next step, before that step.
+
+        Never waits, and may be called from anywhere, a `__del__` included. The action must not raise.
+        """
+        self._posted.append(action)
+
+    def submit(self, request: Callable[[Engine], Request], prompt: str | None) -> Generation:
+        """Queue what `request` adds to the engine; `prompt` is its text, for the result."""
+        with self.lock:
+            self.check_open()
+            generation = Generation(request(self.engine).group, prompt, self.tokenizer)
+            self.live.update((each.id, generation) for each in generation.requests)
+            return generation
+
+    def advance(self, generation: Generation) -> None:
+        """Give a generation that has not ended at least one more token, or its end.
+
+        Raises
+        ------
+        GenerationError
+            If the engine was closed, or the generation was ended by somebody else's failing step.
+        """
+        n_taken = generation.n_taken
+        with self.lock:
+            generation.advance(self.engine)  # what is left of a step, if an interrupt came just after it
+            if generation.ended or generation.n_taken > n_taken:
+                return  # so it was, or another thread has done it
+            self.check_open()
+            if generation.aborted:
+                raise GenerationError(
+                    "the request was ended by an interrupted step that it shared with another"
+                )
+            self.step()
+
+    def step(self) -> None:
+        """Do what was posted, then advance everything by one step.
+
+        What the backend raises ends every generation that was under way, and is raised again.
+        """
+        with self.lock:
+            while self._posted:
+                self._posted.popleft()()
+            self.check_open()
+            try:
+                changed = self.engine.step()
+            except BaseException as error:
+                self._lose_all(error)
+                raise
+            advanced: dict[Generation, None] = {}
+            for request in changed:
+                if (generation := self.live.get(request.id)) is None:
+                    self.engine.finish(request)
+                else:
+                    advanced[generation] = None
+            for generation in advanced:
+                generation.advance(self.engine)
+                generation.on_advance()
+
+    def _lose_all(self, error: BaseException) -> None:
+        for generation in dict.fromkeys(self.live.values()):
+            generation.lost_by = error
+            generation.on_advance()
+
+    def drop(self, generation: Generation) -> None:
+        """End a generation, unless it has ended, and forget it."""
+        with self.lock:
+            for request in generation.requests:
+                self.engine.finish(request)
+                self.live.pop(request.id, None)
+
+    def statistics(self) -> Statistics:
+        """Requests, pages, tokens and times so far."""
+        with self.lock:
+            return self.engine.statistics()
+
+    def close(self) -> None:
+        """End everything; nothing can be submitted or stepped any more."""
+        with self.lock:
+            self.closed = True
+            for generation in list(self.live.values()):
+                self.drop(generation)
+            self.engine.cache = None
+
+    def check_open(self) -> None:
+        """Raise GenerationError if `close` was called."""
+        if self.closed:
+            raise GenerationError("this LLM is closed")
