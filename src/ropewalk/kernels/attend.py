@@ -23,10 +23,11 @@ from ropewalk.kernels.attention import (
     put_value,
     put_value_int8,
 )
+from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.pointwise import add_to, rms_norm, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
-from ropewalk.kernels.sync import barrier, chunk_of, take
+from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import Job, Layer
 
 
@@ -204,7 +205,7 @@ def attend_split(tid, n_threads, words, job, layer, number):
                 partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
                 _attend_partition(job, layer, number, token, h, g, partition, partial, scores)
         item = take(words, 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, ATTEND)
     pair = take(words, 0)
     while pair < n_tokens * n_kv:
         token, h = pair // n_kv, pair % n_kv

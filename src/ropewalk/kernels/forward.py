@@ -13,12 +13,14 @@ Knows nothing of files or requests; the fields of the tables are named in `kerne
 import numpy as np
 from numba import types
 
+from ropewalk.kernels import clock
 from ropewalk.kernels.attend import attend, attend_split, rotate_and_store
+from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
 from ropewalk.kernels.products import activated_to_tiles, attended_to_tiles, destinations, normalise, product
 from ropewalk.kernels.simd import load_f32, load_floats, load_i32, store_floats
-from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, atomic_swap, barrier, take, wait_while
+from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, atomic_swap, take, wait_while
 from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Q, V
 
 _ZERO = np.float32(0)
@@ -33,17 +35,17 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     product(n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
     product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
     product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.QKV)
     rotate_and_store(n_threads, words, job, layer, number)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.ROTATE)
     if job[Job.MAX_PARTITIONS] > 0:
         attend_split(tid, n_threads, words, job, layer, number)
     else:
         attend(tid, n_threads, words, job, layer, number)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.ATTEND)
     attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
-    barrier(tid, words, n_threads)
-    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.POST_ATTN_NORM])
+    meet(tid, words, n_threads, job, clock.POINTWISE)
+    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.POST_ATTN_NORM], clock.OUT)
 
 
 @inline
@@ -53,19 +55,19 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     base = MATRICES_PER_LAYER * number
     product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
     product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.GATE_UP)
     activated_to_tiles(n_threads, words, job, layer[Layer.DOWN_INPUT])
-    barrier(tid, words, n_threads)
-    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.POST_FFN_NORM])
+    meet(tid, words, n_threads, job, clock.POINTWISE)
+    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.POST_FFN_NORM], clock.DOWN)
 
 
 @inline
-def _branch_end(tid, n_threads, words, job, matrix, post_norm):
+def _branch_end(tid, n_threads, words, job, matrix, post_norm, part):
     """The last product of a branch: added to X, or put into Y where a norm follows."""
     stride = 4 * job[Job.HIDDEN]
     y = job[Job.Y] if post_norm != 0 else job[Job.X]
     product(n_threads, words, 0, job, matrix, job[Job.N_TOKENS], y, stride, 1 if post_norm == 0 else 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, part)
 
 
 @inline
@@ -81,9 +83,9 @@ def _logits(tid, n_threads, words, job, matrix):
         )
         norm_to_tile(x, job[Job.OUTPUT_NORM], hidden, eps, as_bytes, True, as_floats, tile, place)
         row = take(words, 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.NORM)
     product(n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)
-    barrier(tid, words, n_threads)
+    meet(tid, words, n_threads, job, clock.OUTPUT)
     cap = load_f32(job[Job.CONSTANTS] + 12)
     if cap > _ZERO:
         row = take(words, 0)
@@ -92,7 +94,7 @@ def _logits(tid, n_threads, words, job, matrix):
                 at = job[Job.LOGITS] + job[Job.LOGIT_STRIDE] * row + i
                 store_floats(at, soft_cap(load_floats(at), cap))
             row = take(words, 0)
-        barrier(tid, words, n_threads)
+        meet(tid, words, n_threads, job, clock.POINTWISE)
 
 
 @inline
@@ -101,10 +103,12 @@ def forward(tid, n_threads, words, job, layers, matrices):
     n_layers = layers.shape[0]
     n_logits = job[Job.N_LOGITS]  # read now: after the last barrier the caller may fill in the next step
     post_norm = 0
+    if tid == 0:
+        lap(job, clock.START)
     for number in range(n_layers):
         layer = layers[number]
         normalise(n_threads, words, job, post_norm, layer[Layer.ATTN_NORM], layer[Layer.QKV_INPUT], True)
-        barrier(tid, words, n_threads)
+        meet(tid, words, n_threads, job, clock.NORM)
         _attention_block(tid, n_threads, words, job, layer, matrices, number)
         normalise(
             n_threads,
@@ -115,12 +119,12 @@ def forward(tid, n_threads, words, job, layers, matrices):
             layer[Layer.FFN_INPUT],
             False,
         )
-        barrier(tid, words, n_threads)
+        meet(tid, words, n_threads, job, clock.NORM)
         _feed_forward_block(tid, n_threads, words, job, layer, matrices, number)
         post_norm = layer[Layer.POST_FFN_NORM]
     if post_norm != 0:
         normalise(n_threads, words, job, post_norm, 0, 0, False)
-        barrier(tid, words, n_threads)
+        meet(tid, words, n_threads, job, clock.NORM)
     if n_logits > 0:
         _logits(tid, n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])
 

@@ -57,6 +57,7 @@ class Job(IntEnum):
     MAX_PARTITIONS = 42  # of the longest context, where attention is split over its partitions; else 0
     PARTIALS = 43  # partial results of a split [n_tokens, n_kv_heads, max_partitions, group]
     CACHE_SCALES = 44  # int8 only: address of float32 [layers, KV heads, keys then values, pages, 16]
+    CLOCK = 45  # address of the log of `kernels.clock`, while somebody wants to know where the time goes
 
 
 class Layer(IntEnum):

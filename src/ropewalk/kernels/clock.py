@@ -1,0 +1,90 @@
+"""Where the time of a step goes: member 0 of the team notes on a log when each phase ends.
+
+The log is an int64 array, whose address stands in the job table while somebody wants to know; with no address, a
+phase costs one load and one branch more, and nothing that is computed depends on it:
+
+    [entries, capacity, part, seconds, nanoseconds, part, seconds, nanoseconds, ...]
+
+An entry says that `part` ended at that moment of POSIX's monotonic clock, the one of `time.perf_counter`. It began at
+the entry before it. What member 0 waits for the others at a barrier is a part of its own. A log that is full takes no
+more entries.
+"""
+
+import time
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from ropewalk.kernels.jit import inline
+from ropewalk.kernels.simd import I32, I64, emit_call, load_i64, store_i64
+from ropewalk.kernels.sync import barrier
+from ropewalk.kernels.tables import Job
+
+# A new part gets the next number, and its name the same place in PARTS.
+START, WAIT, NORM, QKV, ROTATE, ATTEND, POINTWISE, OUT, GATE_UP, DOWN, OUTPUT = range(11)
+PARTS = (
+    "start",
+    "wait",
+    "norm",
+    "qkv",
+    "rotate",
+    "attend",
+    "pointwise",
+    "out",
+    "gate_up",
+    "down",
+    "output",
+)
+HEADER, ENTRY = 2, 3
+
+
+@intrinsic
+def _write_clock(typing_context, address):
+    """Write seconds and nanoseconds of POSIX's monotonic clock to an address."""
+
+    def emit(context, builder, sig, args):
+        at = builder.inttoptr(args[0], I64.as_pointer())
+        emit_call(builder, "clock_gettime", I32, [I32(time.CLOCK_MONOTONIC), at])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@inline
+def lap(job, part):
+    """Note that a part ends now."""
+    log = job[Job.CLOCK]
+    if log != 0:
+        n = load_i64(log)
+        if n < load_i64(log + 8):
+            entry = log + 8 * (HEADER + ENTRY * n)
+            store_i64(entry, part)
+            _write_clock(entry + 8)
+            store_i64(log, n + 1)
+
+
+@inline
+def meet(tid, words, n_threads, job, part):
+    """The end of a phase: a barrier, and two entries in the log."""
+    if tid == 0:
+        lap(job, part)
+    barrier(tid, words, n_threads)
+    if tid == 0:
+        lap(job, WAIT)
+
+
+def new_log(n_layers: int) -> np.ndarray:
+    """A log with room for one pass through `n_layers` layers."""
+    capacity = 64 * (n_layers + 1)
+    log = np.zeros(HEADER + ENTRY * capacity, np.int64)
+    log[1] = capacity
+    return log
+
+
+def read_log(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Part and end of every entry, in nanoseconds: int64 [n], int64 [n]; the log is empty afterwards."""
+    n = int(log[0])
+    entries = log[HEADER : HEADER + ENTRY * n].reshape(n, ENTRY)
+    log[0] = 0
+    return entries[:, 0].copy(), entries[:, 1] * 1_000_000_000 + entries[:, 2]
