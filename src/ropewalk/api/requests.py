@@ -1,0 +1,322 @@
+"""Bodies of requests, field by field. A field that is not here is refused by name; every field here is honoured.
+
+Field names and meanings are OpenAI's; those that OpenAI lacks are vLLM's. null means the same as leaving out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ropewalk.params import SamplingParams
+
+JsonObject = dict[str, Any]
+TokenIds = list[int]
+_SAME_NAME = [  # in a body and in SamplingParams
+    *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+]
+
+
+class Body(BaseModel):
+    """Strict: no conversions but int to float, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# What chat and completions share.
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """How tokens are chosen, and when to stop."""
+
+    model: str | None = Field(None, description="A name of /v1/models. Default: the first.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    typical_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    logit_bias: (
+        dict[
+            Annotated[str, Field(pattern="^[0-9]{1,9}$")],
+            Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
+        ]
+        | None
+    ) = Field(None, max_length=1024)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=1024)]
+        | Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1024)] | None = (
+        None
+    )
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    user: str | None = Field(None, description="Written to the access log.")
+    regex: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="The answer matches this regular expression (Rust's syntax, without look-around)."
+    )
+    grammar: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="The answer is a sentence of this Lark grammar, as llguidance reads them."
+    )
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream: true")
+        return self
+
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return the engine's parameters; `max_tokens` and `logprobs` are spelled differently by each endpoint."""
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        seed = None if self.seed is None else self.seed % 2**64
+        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, logprobs=logprobs)
+
+
+class JsonSchemaFormat(Body):
+    """`json_schema` of a `response_format`. It is enforced whether or not it says `strict`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: JsonObject | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed with type 'json_schema', and only then")
+        return self
+
+
+# Chat.
+
+
+class TextPart(Body):
+    """A part of a message's content; only text is known."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """Name and arguments of a call that the assistant made."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Body):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message. What an assistant's message of an earlier answer may hold besides is accepted while it is null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = Field(None, description="Handed to the template.")
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="Handed to the template.")
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of the role 'tool' needs tool_call_id")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id is only allowed in a message of the role 'tool'")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError(
+                "tool_calls and reasoning_content are only allowed in a message of the assistant"
+            )
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def as_dict(self) -> JsonObject:
+        """Return the message as templates know it: text content, and only what is there."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message: JsonObject = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+        }
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="Arguments are always held to the parameters' schema.")
+
+
+class Tool(Body):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The function of a `ToolChoice`."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Sampling):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="Variables for the template, such as enable_thinking."
+    )
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        if self.tool_choice not in (None, "none") and not names:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice names a function that is not among the tools")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise ValueError("prompt is an empty list")
+        if isinstance(self.prompt, list) and len(self.prompts) > 256:
+            raise ValueError("prompt is a list of more than 256 prompts")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is only allowed equal to n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs cannot be combined")
+        return self
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+# The others.
+
+
+class EmbeddingRequest(Body):
+    """Body of /v1/embeddings."""
+
+    model: str | None = None
+    input: str | list[str] | TokenIds | list[TokenIds]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = Field(None, description="With messages; default true.")
+    add_special_tokens: bool | None = Field(None, description="With a prompt; default true.")
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.prompt is not None:
+            for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is only allowed with messages")
+        elif self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens is only allowed with a prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
