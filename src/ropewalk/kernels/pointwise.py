@@ -17,6 +17,7 @@ from ropewalk.kernels.simd import (
     max_lane,
     maximum,
     minimum,
+    round_small_to_ints,
     round_to_ints,
     splat,
     store_f32,
@@ -46,7 +47,8 @@ _GELU_SCALE, _GELU_CUBE = np.float32(0.79788456080286535588), np.float32(0.04471
 def exp(x):
     """e^x within 2 ulp for x <= 88, where it saturates; below -87 exactly 0."""
     clamped = maximum(minimum(x, splat(_EXP_MAX)), splat(_EXP_MIN))
-    n = to_floats(round_to_ints(clamped * _LOG2E))
+    whole = round_small_to_ints(clamped * _LOG2E)
+    n = to_floats(whole)
     r = fma(n, splat(-_LN2_HIGH), clamped)
     r = fma(n, splat(-_LN2_LOW), r)
     p = fma(splat(_C5), r, splat(_C4))
@@ -55,7 +57,7 @@ def exp(x):
     p = fma(p, r, splat(_C1))
     p = fma(p, r, splat(_C0))
     p = fma(p, r * r, r + ONE)
-    power = float_of_bits((round_to_ints(n) + 127) << 23)
+    power = float_of_bits((whole + 127) << 23)
     return zero_below(x, _EXP_MIN, p * power)
 
 

@@ -234,6 +234,9 @@ def _emit_rint(builder, x):
     return emit_call(builder, "llvm.roundeven.v16f32", floats.ir, [x])
 
 
+round_small_to_ints = _make_unary(  # of values that an int32 holds; `round_to_ints` saturates, and makes NaN 0
+    ints, floats, lambda b, x: b.fptosi(_emit_rint(b, x), ints.ir)
+)
 round_even = _make_unary(floats, floats, _emit_rint)
 
 
@@ -300,6 +303,9 @@ def max_lane(typing_context, value):
         return _fold(builder, args[0], _emit_select_greater)
 
     return types.float32(floats), emit
+
+
+first_lane = _make_unary(types.float32, floats, lambda b, x: b.extract_element(x, I32(0)))
 
 
 @intrinsic
