@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
 from ropewalk.engine.pages import PagePool, pages_for
 from ropewalk.engine.prefix import PrefixCache
@@ -99,6 +100,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_key: Sequence[tuple[str, str]] = (),
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue a prompt of token ids.
 
@@ -111,6 +113,8 @@ class Engine:
         cache_key : sequence of (kind, value)
             What the values in the KV cache follow from besides the tokens, or must not be shared across: for
             example `("adapter", name)`, `("salt", user)`. Only requests with equal keys share pages.
+        constraint : Constraint, optional
+            What the output must follow; every completion gets a fork of it.
 
         Returns
         -------
@@ -144,6 +148,7 @@ class Engine:
                 group=group,
                 priority=priority,
                 cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
+                constraint=constraint.fork() if constraint else None,
                 arrived_s=time.perf_counter(),
             )
             group.append(request)

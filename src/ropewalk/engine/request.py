@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE
+from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.pages import pages_for
 from ropewalk.engine.prefix import Node
 from ropewalk.engine.sampler import Context, Logprob
@@ -55,6 +56,8 @@ class Request:
         How often it had to give up its pages and wait.
     finish_reason, stop_reason, error
         None until the end. `stop_reason` is the stop token or stop string; `error` belongs to "error".
+    constraint : Constraint or None
+        What its output must follow.
     logprobs : list of Logprob
         One for each output token if they were asked for.
     arrived_s, started_s, first_token_s, last_token_s : float
@@ -72,6 +75,7 @@ class Request:
     group: list[Request] = field(default_factory=list, repr=False)
     priority: int = 0
     cache_key: bytes = b""
+    constraint: Constraint | None = None
     n_computed: int = 0
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list, repr=False)
@@ -128,15 +132,20 @@ class Request:
             prompt=self.tokens[: self.n_prompt],
             output=self.tokens[self.n_prompt : self.n_tokens],
             ends=self.end_ids | self.params.stop_ids,
+            allowed=self.constraint.mask() if self.constraint else None,
         )
 
     def append(self, token: int) -> None:
         """Add a drawn token, and end if it ends the generation."""
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if token in self.end_ids:
             self.finish_reason = "stop"
         elif token in self.params.stop_ids:
             self.finish_reason, self.stop_reason = "stop", token
+        elif self.constraint is not None and self.constraint.ended:
+            self.finish_reason = "stop"
         elif self.n_output == self.max_tokens:
             self.finish_reason = "length"

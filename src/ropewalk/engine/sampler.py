@@ -2,8 +2,9 @@
 
 The order is fixed:
 
-1. edits of the logits: `logit_bias`; `repetition_penalty` (prompt and output); `frequency_penalty` and
-   `presence_penalty` (output only); then end and stop tokens are masked while `min_tokens` is not reached;
+1. edits of the logits: tokens that a constraint (a grammar, a schema) excludes are masked; `logit_bias`;
+   `repetition_penalty` (prompt and output); `frequency_penalty` and `presence_penalty` (output only); then end and
+   stop tokens are masked while `min_tokens` is not reached;
 2. `temperature` divides them;
 3. truncations, each on the distribution that the one before it left, renormalised: `top_k`, `top_p`,
    `min_p`, `typical_p`; every one of them keeps the most likely token, so at least one survives;
@@ -54,11 +55,14 @@ class Context:
         Token ids so far.
     ends : collection of int
         Token ids that `min_tokens` keeps away: end tokens (unless ignored) and stop tokens.
+    allowed : bool [vocab_size], optional
+        Tokens that a constraint leaves. Default: all.
     """
 
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]
     ends: Collection[int] = ()
+    allowed: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +187,8 @@ def steps(logits: Logits, params: SamplingParams, context: Context) -> Iterator[
 def edits(params: SamplingParams, context: Context) -> list[tuple[str, Callable[[Logits], None]]]:
     """Return the edits that are on, by name and in order."""
     found: list[tuple[str, Callable[[Logits], None]]] = []
+    if context.allowed is not None:
+        found.append(("constraint", partial(mask_excluded, allowed=context.allowed)))
     if params.logit_bias:
         found.append(("logit_bias", partial(add_bias, params=params)))
     if params.repetition_penalty != 1.0:
@@ -202,6 +208,11 @@ def edited(logits: Logits, params: SamplingParams, context: Context) -> Logits:
         for _, edit in found:
             edit(logits)
     return logits
+
+
+def mask_excluded(logits: Logits, allowed: NDArray[np.bool_]) -> None:
+    """Make every token impossible that is not allowed."""
+    logits[~allowed] = -np.inf
 
 
 def add_bias(logits: Logits, params: SamplingParams) -> None:
