@@ -14,7 +14,6 @@ import contextlib
 import mmap
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.checkpoint.cursor import StringArray, show
+from ropewalk.checkpoint.files import map_file, release_map
 from ropewalk.checkpoint.header import Header, TensorInfo, read_header
 from ropewalk.checkpoint.quants import dequantize
-from ropewalk.errors import CheckpointError, ModelNotFoundError
+from ropewalk.errors import CheckpointError
 
 __all__ = ["GGUF", "StringArray", "TensorInfo", "open_gguf"]
 
@@ -97,9 +97,8 @@ class GGUF:
 
         Packing calls this as it goes, so that a model in memory is not counted twice.
         """
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for data in self._maps:
-                data.madvise(mmap.MADV_DONTNEED)
+        for data in self._maps:
+            release_map(data)
 
     def close(self) -> None:
         """Unmap the files, at once or when the last array from `raw` is gone. Metadata stays usable."""
@@ -169,33 +168,8 @@ class _File:
 
 
 def _open_file(path: Path, shard: int, undo: contextlib.ExitStack) -> _File:
-    data = undo.enter_context(_map(path))
+    data = undo.enter_context(map_file(path, "GGUF"))
     return _File(path, data, read_header(data, str(path), shard))
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        status = path.stat()
-        if stat.S_ISREG(status.st_mode) and status.st_size:
-            with path.open("rb") as f:
-                return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelNotFoundError(f"there is no file {path}") from None
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}") from e
-    if stat.S_ISDIR(status.st_mode):
-        raise CheckpointError(f"{path} is a folder, not a GGUF file{_files_within(path)}")
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file, so it cannot be mapped")
-    raise CheckpointError(f"{path} is an empty file, not a GGUF file")
-
-
-def _files_within(folder: Path) -> str:
-    try:
-        names = sorted(p.name for p in folder.iterdir() if p.suffix == ".gguf")
-    except OSError:
-        return ""
-    return f"; it contains {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
 
 
 def _split_number(file: _File, key: str) -> int | None:

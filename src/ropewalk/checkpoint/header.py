@@ -14,6 +14,7 @@ import mmap
 from dataclasses import dataclass, replace
 
 from ropewalk.checkpoint.cursor import Cursor, read_value, show
+from ropewalk.checkpoint.files import what_else
 from ropewalk.checkpoint.quants import BlockFormat, format_by_id
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 
@@ -122,7 +123,7 @@ def read_header(data: mmap.mmap, label: str, shard: int = 0) -> Header:
 def _read_version(cursor: Cursor) -> int:
     magic = cursor.data[:4]
     if magic != b"GGUF":
-        raise cursor.error(f"not a GGUF file: {_what_else(cursor.data[:512])}")
+        raise cursor.error(f"not a GGUF file: {what_else(cursor.data[:512])}")
     cursor.take(4, "the magic")
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
@@ -134,24 +135,6 @@ def _read_version(cursor: Cursor) -> int:
     if version not in (2, 3):
         raise cursor.error(f"GGUF version {version} is unknown; allowed: 2, 3")
     return version
-
-
-def _what_else(start: bytes) -> str:
-    """Say what a file that is not GGUF seems to be, from its first bytes."""
-    text = start.lstrip().lower()
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer; fetch the real file with `git lfs pull`"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "it is a web page, probably an error page saved under the model's name; download it again"
-    if start[8:10] == b'{"' and int.from_bytes(start[:8], "little") < 1 << 32:
-        return "it is a safetensors file; convert it to GGUF first"
-    if start.startswith(b"PK\x03\x04"):
-        return "it is a zip archive (a PyTorch checkpoint, or a wheel that still holds the model)"
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
-        return "it is a GGML file from before GGUF; convert the model again"
-    if start[:4] == b"FUGG":
-        return "its magic is reversed: a big-endian file; only little-endian files are read"
-    return f"it starts with {show(start[:8])}"
 
 
 def _alignment(cursor: Cursor, metadata: dict[str, object]) -> int:
