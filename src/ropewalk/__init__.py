@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ropewalk import errors
+    from ropewalk.async_engine import AsyncEngine
     from ropewalk.engine.sampler import Logprob
     from ropewalk.llm import LLM
     from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "Logprob",
     "RequestOutput",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncEngine": "async_engine",
     "CompletionOutput": "outputs",
     "Logprob": "engine.sampler",
     "RequestOutput": "outputs",

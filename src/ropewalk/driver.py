@@ -43,6 +43,7 @@ class Driver:
         self.lock = threading.RLock()
         self.closed = False
         self._posted: deque[Callable[[], object]] = deque()
+        self._picture = engine.statistics()
 
     def post(self, action: Callable[[], object]) -> None:
         """Have `action` called, under the lock, by whoever runs the next step, before that step.
@@ -85,8 +86,10 @@ class Driver:
         What the backend raises ends every generation that was under way, and is raised again.
         """
         with self.lock:
-            while self._posted:
-                self._posted.popleft()()
+            if self._posted:
+                while self._posted:
+                    self._posted.popleft()()
+                self._picture = self.engine.statistics()
             self.check_open()
             try:
                 changed = self.engine.step()
@@ -102,6 +105,7 @@ class Driver:
             for generation in advanced:
                 generation.advance(self.engine)
                 generation.on_advance()
+            self._picture = self.engine.statistics()
 
     def _lose_all(self, error: BaseException) -> None:
         for generation in dict.fromkeys(self.live.values()):
@@ -115,10 +119,14 @@ class Driver:
                 self.engine.finish(request)
                 self.live.pop(request.id, None)
 
-    def statistics(self) -> Statistics:
-        """Requests, pages, tokens and times so far."""
-        with self.lock:
-            return self.engine.statistics()
+    def statistics(self, *, wait: bool = True) -> Statistics:
+        """Requests, pages, tokens and times so far; as of the end of the last step, if one runs and `wait` is False."""
+        if self.lock.acquire(blocking=wait):
+            try:
+                self._picture = self.engine.statistics()
+            finally:
+                self.lock.release()
+        return self._picture
 
     def close(self) -> None:
         """End everything; nothing can be submitted or stepped any more."""
