@@ -86,10 +86,8 @@ class Driver:
         What the backend raises ends every generation that was under way, and is raised again.
         """
         with self.lock:
-            if self._posted:
-                while self._posted:
-                    self._posted.popleft()()
-                self._picture = self.engine.statistics()
+            while self._posted:
+                self._posted.popleft()()
             self.check_open()
             try:
                 changed = self.engine.step()
@@ -118,6 +116,7 @@ class Driver:
             for request in generation.requests:
                 self.engine.finish(request)
                 self.live.pop(request.id, None)
+            self._picture = self.engine.statistics()
 
     def statistics(self, *, wait: bool = True) -> Statistics:
         """Requests, pages, tokens and times so far; as of the end of the last step, if one runs and `wait` is False."""
