@@ -26,6 +26,7 @@ from ropewalk.model.families import (
     RopeLayout,
     tensor_shapes,
 )
+from ropewalk.model.scaling import RopeScaling
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
@@ -49,12 +50,15 @@ class RopeConfig:
         "neighbours" rotates (2i, 2i + 1) together, "halves" (i, i + width / 2).
     freq_factors
         Whether the tensor `rope_freqs.weight` holds one divisor for each frequency.
+    scaling
+        The scheme that changes the frequencies, if there is one.
     """
 
     base: float
     width: int
     layout: RopeLayout
     freq_factors: bool = False
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Rotary position embeddings: frequencies, angle tables, rotation.
+"""Rotary position embeddings: frequency tables, angles, rotation.
 
 Pair i of a head turns by the angle position · θ_i, with θ_i = base^(−2i / width) (Su et al. 2021, "RoFormer",
-arXiv:2104.09864), divided by the file's own divisors where it has some. Angles are formed in float64: in
-float32 a cosine of width 128 and base 500 000 is already wrong by 8e-5 at position 131 071.
+arXiv:2104.09864), changed by a scheme of `ropewalk.model.scaling` or by the file's own divisors where there are any.
+Angles are formed in float64: in float32 a cosine of width 128 and base 500 000 is already wrong by 8e-5 at position
+131 071.
 
 Layouts: "neighbours" turns dimensions (2i, 2i + 1) together, "halves" (i, i + width / 2). Dimensions from
 `width` on pass through unchanged.
@@ -10,6 +11,8 @@ Layouts: "neighbours" turns dimensions (2i, 2i + 1) together, "halves" (i, i + w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,54 +20,158 @@ from numpy.typing import ArrayLike, NDArray
 
 from ropewalk.errors import CheckpointError
 from ropewalk.model.families import RopeLayout
+from ropewalk.model.scaling import (
+    SCHEMES,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    NTKAware,
+    RopeScaling,
+    YaRN,
+    plain_frequencies,
+)
 
 if TYPE_CHECKING:
     from ropewalk.model.config import RopeConfig
+
+__all__ = [
+    "SCHEMES",
+    "DynamicNTK",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "NTKAware",
+    "RopeScaling",
+    "RopeTable",
+    "YaRN",
+    "cos_sin",
+    "inverse_frequencies",
+    "plain_frequencies",
+    "rope_table",
+    "rotate",
+]
 
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 
-def inverse_frequencies(rope: RopeConfig, divisors: ArrayLike | None = None) -> Float64Array:
+@dataclass(frozen=True, eq=False)
+class RopeTable:
+    """The rotary setting of some layers, ready to form angles from.
+
+    Attributes
+    ----------
+    frequencies : float64 [n_tables, width / 2]
+        Angle per position of each pair, in radians. The second table, where there is one, holds for every position
+        of a sequence of more than `switch` tokens.
+    attention_scale : float
+        Factor of every cosine and sine.
+    switch : int
+        0 where there is one table.
+    """
+
+    frequencies: Float64Array
+    attention_scale: float
+    switch: int
+
+    def of_length(self, n_tokens: int) -> Float64Array:
+        """The frequencies of a sequence of `n_tokens` tokens: float64 [width / 2]."""
+        frequencies: Float64Array = self.frequencies[int(0 < self.switch < n_tokens)]
+        return frequencies
+
+    def angles(self, n_positions: int) -> tuple[Float32Array, Float32Array]:
+        """Scaled cosines and sines: two float32 [n_tables · n_positions, width / 2], one table after the other."""
+        positions = np.arange(n_positions)
+        parts = [cos_sin(f, positions, self.attention_scale) for f in self.frequencies]
+        cos, sin = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return cos, sin
+
+
+def rope_table(rope: RopeConfig, tensor: Callable[[str], ArrayLike]) -> RopeTable:
+    """Work out the table of a setting.
+
+    Parameters
+    ----------
+    tensor : callable
+        Reads a tensor of the model file by name; asked for what the setting says is there.
+
+    Raises
+    ------
+    CheckpointError
+        Divisors have another length than the table, or are not positive and finite.
+    """
+    scaling = rope.scaling
+    if isinstance(scaling, LongRope) and not scaling.short_factors:
+        lists = (_divisors(tensor(name), rope.width, name) for name in LONGROPE_TENSORS)
+        rope = replace(rope, scaling=scaling.with_factors(*(values.tolist() for values in lists)))
+    divisors = tensor(DIVISORS_TENSOR) if rope.freq_factors else None
+    switch = scaling.switch if scaling else 0
+    lengths = (switch, switch + 1) if switch else (0,)
+    return RopeTable(
+        frequencies=np.stack([inverse_frequencies(rope, divisors, length=length) for length in lengths]),
+        attention_scale=scaling.attention_scale if scaling else 1.0,
+        switch=switch,
+    )
+
+
+DIVISORS_TENSOR = "rope_freqs.weight"
+LONGROPE_TENSORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def inverse_frequencies(
+    rope: RopeConfig, divisors: ArrayLike | None = None, *, length: int = 0
+) -> Float64Array:
     """Angle per position of each pair, in radians: float64 [width / 2].
 
     Parameters
     ----------
     divisors : [width / 2], optional
         The tensor `rope_freqs.weight`, which must be given exactly when `rope.freq_factors` says so.
+    length : int
+        Tokens of the sequence, where the scaling depends on it.
 
     Raises
     ------
     CheckpointError
         The divisors are missing, not asked for, of another length, or not positive and finite.
     """
-    frequencies = rope.base ** (-np.arange(0, rope.width, 2, dtype=np.float64) / rope.width)
+    if rope.scaling is None:
+        frequencies = plain_frequencies(rope.base, rope.width)
+    else:
+        frequencies = rope.scaling.frequencies(rope.base, rope.width, length)
     if (divisors is not None) != rope.freq_factors:
         raise CheckpointError(
-            f"rope_freqs.weight is {'absent' if divisors is None else 'present'}, "
+            f"{DIVISORS_TENSOR} is {'absent' if divisors is None else 'present'}, "
             f"but the rotary setting has freq_factors = {rope.freq_factors}"
         )
-    if divisors is None:
-        return frequencies
-    factors = np.asarray(divisors, dtype=np.float64)
-    if factors.shape != frequencies.shape or not (np.isfinite(factors) & (factors > 0)).all():
+    return frequencies if divisors is None else frequencies / _divisors(divisors, rope.width, DIVISORS_TENSOR)
+
+
+def _divisors(values: ArrayLike, width: int, name: str) -> Float64Array:
+    factors = np.asarray(values, dtype=np.float64)
+    if factors.shape != (width // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
         raise CheckpointError(
-            f"rope_freqs.weight (shape {list(factors.shape)}) must hold "
-            f"{rope.width // 2} positive finite numbers"
+            f"{name} (shape {list(factors.shape)}) must hold {width // 2} positive finite numbers"
         )
-    return frequencies / factors
+    return factors
 
 
-def cos_sin(frequencies: Float64Array, positions: ArrayLike) -> tuple[Float32Array, Float32Array]:
-    """Cosine and sine of every angle: two float32 [n, width / 2], from float64 angles.
+def cos_sin(
+    frequencies: Float64Array, positions: ArrayLike, attention_scale: float = 1.0
+) -> tuple[Float32Array, Float32Array]:
+    """Cosine and sine of every angle, times a factor: two float32 [n, width / 2], from float64 angles.
 
     Parameters
     ----------
     frequencies : float64 [width / 2]
     positions : integers [n]
+    attention_scale : float
+        See `RopeScaling.attention_scale`.
     """
     angles = np.asarray(positions, dtype=np.float64)[:, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = np.cos(angles) * attention_scale, np.sin(angles) * attention_scale
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def rotate(
