@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,7 +32,9 @@ from ropewalk.text.chat import encode_chat
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
+    from ropewalk.engine.constraint import Constraint
     from ropewalk.text.chat import ChatTemplate
+    from ropewalk.text.grammar import Grammars
     from ropewalk.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -196,6 +199,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        constraint: Constraint | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt as it stands, without a chat template. All run together in batches.
 
@@ -208,6 +212,8 @@ class LLM:
             Default: `SamplingParams()`.
         priority : int, or one for each prompt
             Smaller ones run first, ahead also of requests that other threads have waiting.
+        constraint : Constraint, optional
+            What every output must follow, made by `grammars`.
 
         Returns
         -------
@@ -220,7 +226,7 @@ class LLM:
         PromptError, InvalidParameterError
             Before anything runs, if one of the prompts or parameters cannot be used.
         """
-        return self._run(prompts, params, priority)
+        return self._run(prompts, params, priority, constraint)
 
     def chat(
         self,
@@ -229,13 +235,14 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int | Sequence[int] = 0,
+        constraint: Constraint | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, through the model's chat template.
 
         Parameters
         ----------
         messages : sequence of {"role": ..., "content": ...}, or a sequence of such sequences
-        params, priority
+        params, priority, constraint
             As in `generate`.
         tools : sequence of mappings, optional
             Descriptions of tools, handed to the template.
@@ -250,10 +257,15 @@ class LLM:
         several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str)
         conversations: Any = messages if several else [messages]
         prompts = [self._render(conversation, tools) for conversation in conversations]
-        return self._run(prompts, params, priority)
+        return self._run(prompts, params, priority, constraint)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Generator[StreamChunk, None, None]:
         """Continue a prompt and yield one chunk for each token as it comes; the last one has the output.
 
@@ -269,7 +281,7 @@ class LLM:
         GenerationError
             From the iterator, if the request fails.
         """
-        return self._stream(self._prepare(prompt, params or SamplingParams(), priority))
+        return self._stream(self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint))
 
     def stream_chat(
         self,
@@ -278,13 +290,20 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Generator[StreamChunk, None, None]:
         """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
-        return self._stream(
-            self._prepare(self._render(messages, tools), params or SamplingParams(), priority)
-        )
+        prompt = self._render(messages, tools)
+        return self._stream(self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint))
 
     # Text and numbers.
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Makes constraints: `json_object()`, `json_schema(schema)`, `regex(pattern)`, `lark(grammar)`."""
+        from ropewalk.text.grammar import Grammars
+
+        return Grammars(self.tokenizer, self.config.vocab_size)
 
     @property
     def has_chat_template(self) -> bool:
@@ -384,7 +403,14 @@ class LLM:
         text = self.chat_template.render(messages, tools=tools)
         return _Rendered(text, encode_chat(self.tokenizer, text))
 
-    def _prepare(self, prompt: Prompt | _Rendered, params: SamplingParams, priority: int) -> _Prepared:
+    def _prepare(
+        self,
+        prompt: Prompt | _Rendered,
+        params: SamplingParams,
+        priority: int,
+        *,
+        constraint: Constraint | None = None,
+    ) -> _Prepared:
         self.driver.check_open()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
@@ -395,16 +421,25 @@ class LLM:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
         self.driver.engine.validate(ids, params)
-        return _Prepared(text, ids, params, priority)
+        if constraint is not None and (params.ignore_eos or params.min_tokens):
+            name = "ignore_eos" if params.ignore_eos else "min_tokens"
+            raise InvalidParameterError(
+                f"{name} is {getattr(params, name)!r}; allowed: the default, since a constraint says where the output ends"
+            )
+        return _Prepared(text, ids, params, priority, constraint)
 
     def _submit(self, prepared: _Prepared) -> Generation:
         return self.driver.submit(
-            lambda engine: engine.add_request(prepared.ids, prepared.params, priority=prepared.priority),
+            lambda engine: engine.add_request(
+                prepared.ids, prepared.params, priority=prepared.priority, constraint=prepared.constraint
+            ),
             prepared.text,
         )
 
-    def _run(self, prompts: Any, params: Any, priority: Any) -> list[RequestOutput]:
-        prepared = [self._prepare(*each) for each in _together(prompts, params, priority)]
+    def _run(
+        self, prompts: Any, params: Any, priority: Any, constraint: Constraint | None
+    ) -> list[RequestOutput]:
+        prepared = [self._prepare(*each, constraint=constraint) for each in _together(prompts, params, priority)]
         generations: list[Generation] = []
         try:
             for item in prepared:
@@ -452,6 +487,7 @@ class _Prepared:
     ids: Sequence[int]
     params: SamplingParams
     priority: int
+    constraint: Constraint | None = None
 
 
 def _together(prompts: Any, params: Any, priority: Any) -> Iterable[tuple[Any, SamplingParams, int]]:
