@@ -191,7 +191,10 @@ def test_g7_an_index_that_lies(tmp_path, places, words):
 
 def test_g7_a_tensor_in_two_shards(tmp_path):
     path = sharded(
-        tmp_path, {"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}, x={"a": one(1)}, y={"a": one(1), "b": one(2)}
+        tmp_path,
+        {"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}},
+        x={"a": one(1)},
+        y={"a": one(1), "b": one(2)},
     )
     with pytest.raises(CheckpointError, match=r"'a' is also in x\.safetensors"):
         open_safetensors(path)

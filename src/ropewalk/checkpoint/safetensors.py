@@ -151,7 +151,9 @@ def open_safetensors(path: Path) -> SafeTensors:
                 where = "no file has it" if found is None else f"it is in {opened.paths[found.shard].name}"
                 raise CheckpointError(f"{path}: the tensor {show(name)} is to be in {file}, but {where}")
         if extra := [name for name in opened.tensors if name not in places]:
-            raise CheckpointError(f"{path}: the files hold tensors that the index does not name: {_some(extra)}")
+            raise CheckpointError(
+                f"{path}: the files hold tensors that the index does not name: {_some(extra)}"
+            )
     except BaseException:
         opened.close()
         raise
@@ -169,9 +171,17 @@ def read_index(path: Path) -> dict[str, str]:
         data.close()
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{path}: weight_map is {show(places)}; it must be an object with a file a tensor")
+        raise CheckpointError(
+            f"{path}: weight_map is {show(places)}; it must be an object with a file a tensor"
+        )
     for name, file in places.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+        if (
+            not isinstance(file, str)
+            or file in ("", ".", "..")
+            or "/" in file
+            or "\\" in file
+            or "\0" in file
+        ):
             raise CheckpointError(
                 f"{path}: the tensor {show(name)} is to be in {show(file)}; allowed: the name of a file beside it"
             )
@@ -237,7 +247,9 @@ def _parse(raw: bytes, label: str, what: str) -> dict[str, Any]:
 def _tensor(name: str, row: object, data_start: int, size: int, label: str, shard: int) -> StoredTensor:
     what = f"{label}: the tensor {show(name)}"
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{what} is {show(row)}; it must have dtype, shape and data_offsets, and no more")
+        raise CheckpointError(
+            f"{what} is {show(row)}; it must have dtype, shape and data_offsets, and no more"
+        )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedModelError(f"{what} has the dtype {show(dtype)}; supported are {', '.join(DTYPES)}")
