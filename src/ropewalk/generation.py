@@ -130,7 +130,7 @@ class _Completion:
         """Return the text to emit after a token, and end the request if it completes a stop string."""
         request, params, decoder = self.request, self.request.params, self._decoder
         last = self._is_last
-        by_token = last and request.finish_reason == "stop"
+        by_token = last and (token in request.end_ids or token in params.stop_ids)
         text = ""
         if params.include_stop_str_in_output or not by_token:
             text = decoder.push(token, match_stops=self.n_taken > params.min_tokens)

@@ -424,7 +424,7 @@ class LLM:
         if constraint is not None and (params.ignore_eos or params.min_tokens):
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise InvalidParameterError(
-                f"{name} is {getattr(params, name)!r}; allowed: the default, since a constraint says where the output ends"
+                f"{name} is {getattr(params, name)!r}; allowed: the default, since a constraint says where outputs end"
             )
         return _Prepared(text, ids, params, priority, constraint)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 200_000
 """Of a schema, expression or grammar."""
 
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,64})"}
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,40})"}
 
 
 class _Tokens(Protocol):
