@@ -10,8 +10,9 @@ The slot of a token is `page_tables[sequence, position // PAGE_SIZE] * PAGE_SIZE
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -117,6 +118,41 @@ def _within(name: str, values: Int32Array, end: int) -> None:
         )
 
 
+def now_ns() -> int:
+    """Nanoseconds of POSIX's monotonic clock, the one that compiled code reads too."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+@dataclass
+class StepRecord:
+    """What one step did, noted while it runs, when somebody wants to know.
+
+    Attributes
+    ----------
+    start_ns : int
+        When it began, by `now_ns`.
+    parts, ends_ns : list of str, list of int
+        What it did, in order, and when each ended; each began when the one before it ended, so together they are the
+        whole step.
+    weight_bytes : dict of str to int
+        Bytes of weights that were read, by part. "embedding" are the rows of the prompt's or last tokens.
+    cache_read_bytes, cache_written_bytes : int
+        Bytes of keys and values, scales included. What several tokens of one sequence look at counts once.
+    """
+
+    start_ns: int = field(default_factory=now_ns)
+    parts: list[str] = field(default_factory=list)
+    ends_ns: list[int] = field(default_factory=list)
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    cache_read_bytes: int = 0
+    cache_written_bytes: int = 0
+
+    def lap(self, part: str) -> None:
+        """Note that a part ends now."""
+        self.parts.append(part)
+        self.ends_ns.append(now_ns())
+
+
 class KVCache(Protocol):
     """Keys and values of every layer for `n_pages` pages; only its backend knows the layout."""
 
@@ -162,8 +198,13 @@ class Backend(Protocol):
         ...
 
     # `cache` is Any because each backend accepts only the caches it made itself.
-    def forward(self, batch: StepBatch, cache: Any) -> Float32Array:
+    def forward(self, batch: StepBatch, cache: Any, record: StepRecord | None = None) -> Float32Array:
         """Run one step: write keys and values of every token, return logits of the wanted rows.
+
+        Parameters
+        ----------
+        record : StepRecord, optional
+            Where to note times and bytes; nothing that is computed depends on it.
 
         Returns
         -------

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch
+from ropewalk.backend.account import Account
+from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.weights import PackedWeights, pack_model
@@ -33,6 +34,7 @@ from ropewalk.kernels.attention import (
     partial_bytes,
     query_bytes,
 )
+from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.pointwise import GELU_TANH, SILU
 from ropewalk.kernels.tables import Job, Layer
@@ -167,6 +169,8 @@ class CpuBackend:
         self._logits = np.zeros((0, 0), np.float32)
         self._partials = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
+        self._account = Account(self.weights, config, self._embedding[:1].nbytes)
+        self._log = new_log(config.n_layers)
         self._fill_constant_fields()
         self._grow(1)
         self._grow_angles(1024)
@@ -188,7 +192,7 @@ class CpuBackend:
         compile_parts(attention_parts(self.config, dtype))
         return cache
 
-    def forward(self, batch: StepBatch, cache: CpuCache) -> Float32Array:
+    def forward(self, batch: StepBatch, cache: CpuCache, record: StepRecord | None = None) -> Float32Array:
         """Run one step; logits float32 [m, vocab] of `batch.logit_rows`, valid until the next call."""
         with self._lock:
             n, m = len(batch.tokens), len(batch.logit_rows)
@@ -201,7 +205,8 @@ class CpuBackend:
                 rows = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < stop)] - np.int32(
                     start
                 )
-                self._run(batch, cache, slice(start, stop), rows, self._logits[done : done + len(rows)])
+                logits = self._logits[done : done + len(rows)]
+                self._run(batch, cache, slice(start, stop), rows, logits, record)
                 done += len(rows)
             return self._logits[:m, : self.config.vocab_size]
 
@@ -210,7 +215,13 @@ class CpuBackend:
         self._team.close()
 
     def _run(
-        self, batch: StepBatch, cache: CpuCache, part: slice, rows: NDArray[np.int32], logits: Float32Array
+        self,
+        batch: StepBatch,
+        cache: CpuCache,
+        part: slice,
+        rows: NDArray[np.int32],
+        logits: Float32Array,
+        record: StepRecord | None,
     ) -> None:
         n = part.stop - part.start
         positions = np.ascontiguousarray(batch.positions[part])
@@ -241,7 +252,21 @@ class CpuBackend:
         for field, value in fields.items():
             self._job[field] = value
         self._split_attention(n, int(positions.max()))
-        self._team.step()
+        if record is None:
+            self._team.step()
+        else:
+            self._account.note(record, positions, sequences, len(rows), cache.bytes_per_page)
+            self._step_by_the_clock(record)
+
+    def _step_by_the_clock(self, record: StepRecord) -> None:
+        self._job[Job.CLOCK] = self._log.ctypes.data
+        try:
+            self._team.step()
+        finally:
+            self._job[Job.CLOCK] = 0
+        parts, ends_ns = read_log(self._log)
+        record.parts += ["prepare", *(PARTS[part] for part in parts[1:])]
+        record.ends_ns += ends_ns.tolist()
 
     def _split_attention(self, n: int, last_position: int) -> None:
         """Let threads share the partitions of a context where tokens and KV heads alone would leave some idle."""
