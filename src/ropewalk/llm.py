@@ -281,7 +281,9 @@ class LLM:
         GenerationError
             From the iterator, if the request fails.
         """
-        return self._stream(self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint))
+        return self._stream(
+            self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint)
+        )
 
     def stream_chat(
         self,
@@ -294,7 +296,9 @@ class LLM:
     ) -> Generator[StreamChunk, None, None]:
         """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
         prompt = self._render(messages, tools)
-        return self._stream(self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint))
+        return self._stream(
+            self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint)
+        )
 
     # Text and numbers.
 
@@ -439,7 +443,9 @@ class LLM:
     def _run(
         self, prompts: Any, params: Any, priority: Any, constraint: Constraint | None
     ) -> list[RequestOutput]:
-        prepared = [self._prepare(*each, constraint=constraint) for each in _together(prompts, params, priority)]
+        prepared = [
+            self._prepare(*each, constraint=constraint) for each in _together(prompts, params, priority)
+        ]
         generations: list[Generation] = []
         try:
             for item in prepared:
