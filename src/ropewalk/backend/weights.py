@@ -102,6 +102,10 @@ def matrices_of(checkpoint: GGUF, config: ModelConfig) -> list[tuple[TensorInfo,
     UnsupportedModelError
         A matrix has a type that no kernel multiplies.
     """
+    if config.architecture not in ("llama", "qwen2", "gemma", "gemma2", "gemma3", "internlm2") or config.experts:
+        raise UnsupportedModelError(
+            f"architecture {config.architecture} runs in the reference, not yet in the CPU kernels"
+        )
     infos = [(checkpoint.tensors[name], fine) for name, fine in matrix_names(config)]
     for info, _ in infos:
         if info.format.name not in PACKED:

@@ -7,10 +7,11 @@ tensors are stored nor how they are multiplied.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -19,11 +20,14 @@ from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.families import (
     FAMILIES,
     INERT_KEYS,
+    MISSING_MATHEMATICS,
     UNIMPLEMENTED_KEYS,
     UNIMPLEMENTED_TENSORS,
     Activation,
     Family,
+    QKNorm,
     RopeLayout,
+    Scoring,
     tensor_shapes,
 )
 from ropewalk.model.scaling import RopeScaling
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
 
 MAX_LAYERS = 4096
+MAX_USED_EXPERTS = 64
+PRODUCT_BIASES = frozenset(
+    ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
+) | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
+NORM_BIASES = frozenset(("attn_norm", "attn_norm_2", "ffn_norm", "output_norm"))
 MAX_SIZE = 2**31 - 1
 """Largest size, vocabulary or position: token ids and positions are int32 everywhere."""
 
@@ -62,6 +71,35 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """The mixture of experts that stands in for the feed-forward network of some layers.
+
+    Attributes
+    ----------
+    n_experts, n_used
+        How many there are, and how many of them a token goes through.
+    ffn_size, shared_ffn_size
+        Width of one expert, and of the one that every token goes through; 0 where there is none.
+    scoring, normalise, shared_gate
+        See `ropewalk.model.families.Experts`.
+    weight_scale
+        Factor of the weights of the chosen experts.
+    selection_bias
+        Whether the file has numbers (`exp_probs_b.bias`) that are added to the scores for the choice alone.
+    """
+
+    n_experts: int
+    n_used: int
+    ffn_size: int
+    shared_ffn_size: int
+    scoring: Scoring
+    normalise: bool
+    shared_gate: bool
+    weight_scale: float
+    selection_bias: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything the mathematics of one decoder depends on, besides its weights.
 
@@ -70,13 +108,27 @@ class ModelConfig:
     head_dim
         Width of one head of q, k and v; `n_heads * head_dim` need not be `hidden_size`.
     rope, layer_rope
-        The distinct rotary settings, and for each layer the index of its own.
+        The distinct rotary settings, and for each layer the index of its own; −1: this layer does not rotate.
     layer_window
         For each layer how many tokens it sees, the current one included; 0: all of them.
     embedding_scale, attention_scale
         Factors of the embedding row, and of q·k.
-    qkv_bias, qk_norm, post_norms
-        See `Family`.
+    gated, fused_gate_up, layer_norm, qk_norm, post_norms, sinks
+        See `ropewalk.model.families.Family`.
+    attn_norm, ffn_norm
+        Names of the norms before the two branches; empty: none.
+    parallel
+        Whether both branches start from the layer's input.
+    fused_qkv
+        Whether `attn_qkv` holds the rows of q, then of k, then of v.
+    biases
+        Stems of the tensors that have a bias, such as "attn_q".
+    learned_positions
+        Rows of `position_embd.weight`, one added to each embedding; 0: none.
+    residual_scale, logit_scale
+        Factors of each branch before it is added, and of the logits.
+    experts, layer_experts
+        The mixture of experts, and which layers have it.
     tied_output
         Whether the output matrix is the embedding matrix (the file has no `output.weight`).
     attention_softcap, logit_softcap
@@ -100,12 +152,25 @@ class ModelConfig:
     activation: Activation
     embedding_scale: float
     attention_scale: float
-    qkv_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm
     post_norms: bool
     tied_output: bool
     attention_softcap: float
     logit_softcap: float
+    gated: bool
+    fused_gate_up: bool
+    fused_qkv: bool
+    layer_norm: bool
+    attn_norm: str
+    ffn_norm: str
+    parallel: bool
+    biases: frozenset[str]
+    learned_positions: int
+    residual_scale: float
+    logit_scale: float
+    sinks: bool
+    experts: ExpertConfig | None
+    layer_experts: tuple[bool, ...]
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> ModelConfig:
@@ -123,18 +188,19 @@ class ModelConfig:
         UserWarning
             For each key of the architecture, and each tensor, that is unknown and therefore not used.
         """
-        architecture = metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in FAMILIES:
-            raise UnsupportedModelError(
-                f"general.architecture = {_show(architecture)} is not supported; "
-                f"supported are {', '.join(FAMILIES)}"
-            )
-        family = FAMILIES[architecture]
+        family, architecture = _family_of(metadata.get("general.architecture"))
         keys = _Keys(metadata, architecture)
+        for key in family.needs:
+            keys.number(key, low=0.0, high=1e6, open_low=True)
         sizes = _read_sizes(keys, metadata, tensors)
         n_layers, head_dim = sizes["n_layers"], sizes["head_dim"]
+        experts, layer_experts = _read_experts(keys, family, tensors, n_layers, sizes["ffn_size"])
         windows = _read_windows(keys, family, n_layers)
         rope = _read_rope(keys, family, head_dim, any(windows), "rope_freqs.weight" in tensors)
+        attn_norm, ffn_norm = (_first_norm(names, tensors) for names in (family.attn_norm, family.ffn_norm))
+        parallel = family.parallel == "always" or (attn_norm == ffn_norm != "")
+        stated = keys.boolean("use_parallel_residual", parallel or family.parallel == "key")
+        parallel = stated if family.parallel == "key" else parallel
         name = metadata.get("general.name")
         wide = n_layers in family.wide_scale_layers
         scale_width = sizes["hidden_size"] / sizes["n_heads"] if wide else head_dim
@@ -142,25 +208,50 @@ class ModelConfig:
             architecture=architecture,
             name=name if isinstance(name, str) else None,
             **sizes,
-            norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0, open_low=True),
+            norm_eps=keys.number(
+                "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon",
+                low=0.0,
+                high=1.0,
+                open_low=True,
+            ),
             rope=rope,
-            layer_rope=tuple(int(window > 0) for window in windows),
+            layer_rope=_layer_rope(family, len(rope), windows, _local_layers(keys, family, n_layers)),
             layer_window=windows,
             activation=family.activation,
-            embedding_scale=math.sqrt(sizes["hidden_size"]) if family.scales_embedding else 1.0,
+            embedding_scale=keys.scale(
+                "embedding_scale", math.sqrt(sizes["hidden_size"]) if family.scales_embedding else 1.0
+            ),
             attention_scale=keys.number(
                 "attention.scale", 1 / math.sqrt(scale_width), low=0.0, high=1e6, open_low=True
             ),
-            qkv_bias=_has_bias(family, tensors),
-            qk_norm=family.qk_norm,
+            qk_norm=_qk_norm(family, tensors),
             post_norms=family.post_norms,
             tied_output="output.weight" not in tensors,
             attention_softcap=keys.number("attn_logit_softcapping", 0.0, low=0.0, high=1e6),
             logit_softcap=keys.number("final_logit_softcapping", 0.0, low=0.0, high=1e6),
+            gated=family.gated,
+            fused_gate_up=family.fused_gate_up,
+            fused_qkv="blk.0.attn_qkv.weight" in tensors,
+            layer_norm=family.layer_norm,
+            attn_norm=attn_norm,
+            ffn_norm=ffn_norm,
+            parallel=parallel,
+            biases=_read_biases(family, tensors),
+            learned_positions=0 if family.rope_layout else sizes["context_length"],
+            residual_scale=keys.scale("residual_scale", 1.0),
+            logit_scale=keys.scale("logit_scale", 1.0) ** (-1 if family.divides_logits else 1),
+            sinks=family.sinks,
+            experts=experts,
+            layer_experts=layer_experts,
         )
         keys.check_the_rest()
         check_tensors(config, tensors)
         return config
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return not self.biases.isdisjoint(("attn_q", "attn_qkv"))
 
     @property
     def kv_group(self) -> int:
@@ -218,42 +309,121 @@ def _read_vocab_size(keys: _Keys, metadata: Mapping[str, object], tensors: Mappi
     return rows
 
 
+def _family_of(architecture: object) -> tuple[Family, str]:
+    """The row of an architecture; raises UnsupportedModelError with what there is."""
+    if isinstance(architecture, str) and architecture in FAMILIES:
+        return FAMILIES[architecture], architecture
+    message = f"general.architecture = {_show(architecture)} is not supported"
+    if missing := MISSING_MATHEMATICS.get(str(architecture)):
+        message += f": {missing} is not implemented"
+    elif near := difflib.get_close_matches(str(architecture)[:80], FAMILIES, 1):
+        message += f"; did you mean {near[0]!r}?"
+    raise UnsupportedModelError(f"{message}; supported are {', '.join(FAMILIES)}")
+
+
 def _read_windows(keys: _Keys, family: Family, n_layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 where there is none."""
     window = keys.integer("attention.sliding_window", 0, low=0)
+    return tuple(window if local else 0 for local in _local_layers(keys, family, n_layers))
+
+
+def _local_layers(keys: _Keys, family: Family, n_layers: int) -> tuple[bool, ...]:
+    """Which layers attend through the window, whether or not there is one."""
     pattern = keys.value("attention.sliding_window_pattern")
-    if not family.window_period:
-        if window or pattern is not None:
-            raise UnsupportedModelError(
-                f"{keys.prefix}attention.sliding_window = {window} is not supported: "
-                "this architecture is implemented without a sliding window"
-            )
-        return (0,) * n_layers
     if isinstance(pattern, np.ndarray):
         if pattern.dtype != np.bool_ or pattern.shape != (n_layers,):
             keys.refuse("attention.sliding_window_pattern", pattern, f"{n_layers} booleans")
-        return tuple(window if local else 0 for local in pattern.tolist())
-    period = keys.integer("attention.sliding_window_pattern", family.window_period)
-    return tuple(window if layer % period else 0 for layer in range(1, n_layers + 1))
+        return tuple(pattern.tolist())
+    period = keys.integer("attention.sliding_window_pattern", family.window_period, low=0)
+    return tuple(not period or layer % period != 0 for layer in range(1, n_layers + 1))
+
+
+def _layer_rope(
+    family: Family, n_settings: int, windows: tuple[int, ...], local: tuple[bool, ...]
+) -> tuple[int, ...]:
+    """For each layer the index of its rotary setting, those with a window the second if there is one; −1: none."""
+    settings = [min(n_settings, 1 + int(window > 0)) - 1 for window in windows]
+    for layer in range(len(windows)):
+        fourth = family.unrotated == "period 4" and layer % 4 == 3
+        if fourth or (family.unrotated == "global" and not local[layer]):
+            settings[layer] = -1
+    return tuple(settings)
+
+
+def _read_experts(
+    keys: _Keys, family: Family, tensors: Mapping[str, TensorInfo], n_layers: int, ffn_size: int
+) -> tuple[ExpertConfig | None, tuple[bool, ...]]:
+    """The mixture of experts, and which layers have it: those with a router."""
+    rule = family.experts
+    n_experts = keys.integer("expert_count", 0, low=0, high=2**16)
+    if rule is None or not n_experts:
+        if n_experts:
+            raise UnsupportedModelError(
+                f"{keys.prefix}expert_count = {n_experts} is not supported: this architecture has no experts"
+            )
+        keys.integer("expert_used_count", 0, low=0, high=0)
+        return None, (False,) * n_layers
+    scoring, normalise = rule.scoring, keys.boolean("expert_weights_norm", rule.normalise)
+    if keys.has("expert_gating_func"):
+        number = keys.integer("expert_gating_func", high=3)
+        scoring = ("softmax", "sigmoid", "softmax of chosen")[number - 1]
+    shared = keys.integer("expert_shared_feed_forward_length", 0, low=0)
+    config = ExpertConfig(
+        n_experts=n_experts,
+        n_used=keys.integer("expert_used_count", high=min(n_experts, MAX_USED_EXPERTS)),
+        ffn_size=keys.integer("expert_feed_forward_length", ffn_size),
+        shared_ffn_size=shared or (ffn_size if rule.shared_gate else 0),
+        scoring=scoring,
+        normalise=normalise,
+        shared_gate=rule.shared_gate,
+        weight_scale=keys.scale("expert_weights_scale", 1.0),
+        selection_bias=any(name.endswith("exp_probs_b.bias") for name in tensors),
+    )
+    return config, tuple(f"blk.{n}.ffn_gate_inp.weight" in tensors for n in range(n_layers))
+
+
+def _first_norm(names: tuple[str, ...], tensors: Mapping[str, TensorInfo]) -> str:
+    """The first of these norms that the file has; where it has none of them, the first, to be missed by name."""
+    found = [name for name in names if f"blk.0.{name}.weight" in tensors]
+    return (found or [*names, ""])[0]
+
+
+def _qk_norm(family: Family, tensors: Mapping[str, TensorInfo]) -> QKNorm:
+    absent = family.qk_norm_optional and "blk.0.attn_q_norm.weight" not in tensors
+    return "" if absent else family.qk_norm
 
 
 def _read_rope(
     keys: _Keys, family: Family, head_dim: int, has_windows: bool, has_factors: bool
 ) -> tuple[RopeConfig, ...]:
     """Rotary settings: of the layers that see everything, then (if any) of those with a window."""
+    if not family.rope_layout:
+        return ()
     width = keys.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
     if width % 2:
         keys.refuse("rope.dimension_count", width, "an even number")
     base = keys.number("rope.freq_base", family.rope_base, low=1.0, high=1e15, open_low=True)
-    local_base = keys.number("rope.freq_base_swa", family.local_rope_base, low=1.0, high=1e15, open_low=True)
+    local_base = keys.number(
+        "rope.freq_base_swa", family.local_rope_base or base, low=1.0, high=1e15, open_low=True
+    )
     everywhere = RopeConfig(base, width, family.rope_layout, has_factors)
-    if not has_windows:
+    own_setting = family.local_rope_base is not None or keys.has("rope.freq_base_swa")
+    if not has_windows or not own_setting:
         return (everywhere,)
+    if family.local_rope_base is None:
+        return everywhere, replace(everywhere, base=local_base)
     return everywhere, RopeConfig(local_base, width, family.rope_layout)
 
 
-def _has_bias(family: Family, tensors: Mapping[str, TensorInfo]) -> bool:
-    return family.qkv_bias == "always" or (family.qkv_bias == "optional" and "blk.0.attn_q.bias" in tensors)
+def _read_biases(family: Family, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Stems that have a bias in some layer, and those that must have one."""
+    fused = "blk.0.attn_qkv.weight" in tensors
+    needed = {
+        "attn_qkv" if fused and stem in ("attn_q", "attn_k", "attn_v") else stem for stem in family.biases
+    }
+    found = {name.split(".")[-2] for name in tensors if name.endswith(".bias") and name.count(".") in (1, 3)}
+    allowed = PRODUCT_BIASES | (NORM_BIASES if family.layer_norm else frozenset())
+    return frozenset(needed | (found & allowed))
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> None:
@@ -320,6 +490,16 @@ class _Keys:
             self.refuse(key, value, f"a number {'above' if open_low else 'from'} {low:g} up to {high:g}")
         return float(value)
 
+    def scale(self, key: str, default: float) -> float:
+        """A positive factor; 0 or absent: the default."""
+        return self.number(key, default, low=0.0, high=1e6) or default
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.value(key)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(key, value, "true or false")
+        return default if value is None else value
+
     def _scalar(self, key: str, default: float | None) -> float:
         """One number; an array (one entry a layer) counts as one when its entries are all the same."""
         value = self.value(key)
@@ -342,7 +522,7 @@ class _Keys:
     def check_the_rest(self) -> None:
         """Refuse features that are not implemented; warn of keys that nobody read."""
         for key, value in self._values.items():
-            if key in UNIMPLEMENTED_KEYS:
+            if key in UNIMPLEMENTED_KEYS and key not in self._read:
                 neutral = UNIMPLEMENTED_KEYS[key]
                 if isinstance(value, np.ndarray) or value not in neutral:
                     allowed = " or ".join(map(repr, neutral)) or "absent"

@@ -14,6 +14,7 @@ Knows nothing of requests, pages or threads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ from ropewalk.model.rope import cos_sin, inverse_frequencies, rotate
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from ropewalk.model.config import ModelConfig
+    from ropewalk.model.config import ExpertConfig, ModelConfig
+    from ropewalk.model.families import Activation
 
     class Checkpoint(Protocol):
         """What the reference needs of a model file."""
@@ -109,29 +111,48 @@ class Reference:
         start = cache.length if cache else 0
         positions = np.arange(start, start + tokens.size)
         x = self._weight("token_embd.weight")[tokens] * np.float32(config.embedding_scale)
+        if config.learned_positions:
+            if positions[-1] >= config.learned_positions:
+                raise PromptError(
+                    f"positions beyond {config.learned_positions - 1} have no learned embedding"
+                )
+            x = x + self._weight("position_embd.weight")[positions]
         for layer in range(config.n_layers):
-            x = x + self._attention(layer, self._norm(x, f"blk.{layer}.attn_norm.weight"), positions, cache)
-            x = x + self._feed_forward(layer, self._norm(x, f"blk.{layer}.ffn_norm.weight"))
+            x = self._layer(layer, x, positions, cache)
         if cache:
             cache.length += tokens.size
-        x = self._norm(x, "output_norm.weight")
-        output = "token_embd.weight" if config.tied_output else "output.weight"
-        return softcap(self._linear(x, output), config.logit_softcap)
+        x = self._norm(x, "output_norm")
+        y = self._linear(x, "token_embd" if config.tied_output else "output")
+        if "output" in config.biases and config.tied_output:
+            y = y + self._weight("output.bias")
+        return softcap(y * np.float32(config.logit_scale), config.logit_softcap)
+
+    def _layer(
+        self, layer: int, x: Float32Array, positions: NDArray[np.int64], cache: ReferenceCache | None
+    ) -> Float32Array:
+        """Two branches, each added to the residual stream: one after the other, or both from the same input."""
+        config, block = self.config, f"blk.{layer}."
+        scale = np.float32(config.residual_scale)
+        attn_input = self._norm(x, block + config.attn_norm) if config.attn_norm else x
+        after: Float32Array = x + scale * self._attention(layer, attn_input, positions, cache)
+        source = x if config.parallel else after
+        ffn_input = self._norm(source, block + config.ffn_norm) if config.ffn_norm else source
+        branch = self._experts if config.layer_experts[layer] else self._feed_forward
+        y = branch(layer, ffn_input)
+        if config.post_norms:
+            y = self._norm(y, block + "post_ffw_norm")
+        return np.asarray(after + scale * y, np.float32)
 
     def _attention(
         self, layer: int, x: Float32Array, positions: NDArray[np.int64], cache: ReferenceCache | None
     ) -> Float32Array:
         config, block = self.config, f"blk.{layer}."
-        q = self._heads(x, block + "attn_q", config.n_heads)
-        k = self._heads(x, block + "attn_k", config.n_kv_heads)
-        v = self._heads(x, block + "attn_v", config.n_kv_heads)
-        if config.qk_norm:
-            q = self._norm(q, block + "attn_q_norm.weight")
-            k = self._norm(k, block + "attn_k_norm.weight")
-        which = config.layer_rope[layer]
-        cos, sin = cos_sin(self._frequencies[which], positions)
-        q = rotate(q, cos, sin, config.rope[which].layout)
-        k = rotate(k, cos, sin, config.rope[which].layout)
+        q, k, v = self._heads(x, block)
+        if config.layer_rope[layer] >= 0:
+            which = config.layer_rope[layer]
+            cos, sin = cos_sin(self._frequencies[which], positions)
+            q = rotate(q, cos, sin, config.rope[which].layout)
+            k = rotate(k, cos, sin, config.rope[which].layout)
         if cache:
             k, v = append(cache, layer, k, v)
         mixed = attend(
@@ -142,30 +163,73 @@ class Reference:
             scale=config.attention_scale,
             window=config.layer_window[layer],
             cap=config.attention_softcap,
+            sinks=self._weight(block + "attn_sinks.weight") if config.sinks else None,
         )
-        branch = self._linear(mixed, block + "attn_output.weight")
-        return self._norm(branch, block + "post_attention_norm.weight") if config.post_norms else branch
+        branch = self._linear(mixed, block + "attn_output")
+        return self._norm(branch, block + "post_attention_norm") if config.post_norms else branch
 
-    def _heads(self, x: Float32Array, name: str, n_heads: int) -> Float32Array:
-        """One of the q, k, v projections, split: float32 [n_heads, n, head_dim]."""
-        y = self._linear(x, name + ".weight")
-        if self.config.qkv_bias:
-            y = y + self._weight(name + ".bias")
-        return y.reshape(len(x), n_heads, self.config.head_dim).swapaxes(0, 1)
+    def _heads(self, x: Float32Array, block: str) -> tuple[Float32Array, Float32Array, Float32Array]:
+        """q, k and v, split into heads and normalised: float32 [n_heads or n_kv_heads, n, head_dim] each."""
+        config = self.config
+        n_heads, n_kv, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        if config.fused_qkv:
+            rows = self._linear(x, block + "attn_qkv")
+            q, k, v = np.split(rows, [n_heads * head_dim, (n_heads + n_kv) * head_dim], axis=1)
+        else:
+            q, k, v = (self._linear(x, block + f"attn_{name}") for name in "qkv")
+        if config.qk_norm == "row":
+            q, k = self._norm(q, block + "attn_q_norm"), self._norm(k, block + "attn_k_norm")
+        q, k, v = (y.reshape(len(x), -1, head_dim) for y in (q, k, v))
+        if config.qk_norm in ("head", "each head"):
+            q, k = self._norm(q, block + "attn_q_norm"), self._norm(k, block + "attn_k_norm")
+        return q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1)
 
     def _feed_forward(self, layer: int, x: Float32Array) -> Float32Array:
-        block = f"blk.{layer}."
-        gate = ACTIVATIONS[self.config.activation](self._linear(x, block + "ffn_gate.weight"))
-        up = self._linear(x, block + "ffn_up.weight")
-        branch = self._linear(gate * up, block + "ffn_down.weight")
-        return self._norm(branch, block + "post_ffw_norm.weight") if self.config.post_norms else branch
+        config, block = self.config, f"blk.{layer}."
+        up = self._linear(x, block + "ffn_up")
+        if config.fused_gate_up:
+            gate, up = np.split(up, 2, axis=1)
+        else:
+            gate = self._linear(x, block + "ffn_gate") if config.gated else up
+        return self._linear(activate(config.activation, gate, up, config.gated), block + "ffn_down")
 
-    def _linear(self, x: Float32Array, name: str) -> Float32Array:
-        """x · Wᵀ for the matrix of that name, [outputs, inputs]."""
-        return x @ self._weight(name).T
+    def _experts(self, layer: int, x: Float32Array) -> Float32Array:
+        """Every token through the experts that its router chose, and through the shared one if there is one."""
+        config, block = self.config, f"blk.{layer}."
+        experts = config.experts
+        assert experts
+        bias = self._weight(block + "exp_probs_b.bias") if experts.selection_bias else None
+        chosen, weights = route(self._linear(x, block + "ffn_gate_inp"), experts, bias)
+        y = np.zeros_like(x)
+        for expert in np.unique(chosen):
+            token, slot = np.nonzero(chosen == expert)
+            gate = self._linear(x[token], block + "ffn_gate_exps", expert)
+            up = self._linear(x[token], block + "ffn_up_exps", expert)
+            down = self._linear(activate(config.activation, gate, up, True), block + "ffn_down_exps", expert)
+            y[token] += weights[token, slot, None] * down
+        if experts.shared_ffn_size:
+            gate, up = self._linear(x, block + "ffn_gate_shexp"), self._linear(x, block + "ffn_up_shexp")
+            shared = self._linear(activate(config.activation, gate, up, True), block + "ffn_down_shexp")
+            if experts.shared_gate:
+                shared = shared * sigmoid(x @ self._weight(block + "ffn_gate_inp_shexp.weight"))[:, None]
+            y = y + shared
+        return y
 
-    def _norm(self, x: Float32Array, name: str) -> Float32Array:
-        return rms_norm(x, self._weight(name), self.config.norm_eps)
+    def _linear(self, x: Float32Array, stem: str, expert: int | None = None) -> Float32Array:
+        """x · Wᵀ + b for the matrix [outputs, inputs] of that name, or one expert's; b where there is one."""
+        weight = self._weight(stem + ".weight")
+        y = x @ (weight if expert is None else weight[expert]).T
+        if stem.rsplit(".")[-1] not in self.config.biases:
+            return y
+        bias = self._weight(stem + ".bias")
+        return y + (bias if expert is None else bias[expert])
+
+    def _norm(self, x: Float32Array, stem: str) -> Float32Array:
+        weight, eps = self._weight(stem + ".weight"), self.config.norm_eps
+        if not self.config.layer_norm:
+            return rms_norm(x, weight, eps)
+        has_bias = stem.rsplit(".")[-1] in self.config.biases
+        return layer_norm(x, weight, self._weight(stem + ".bias") if has_bias else None, eps)
 
     def _weight(self, name: str) -> Float32Array:
         """A tensor as float32, kept while there is room."""
@@ -200,6 +264,7 @@ def attend(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: Float32Array | None = None,
 ) -> Float32Array:
     """Causal grouped-query attention of the last n of m positions.
 
@@ -215,6 +280,8 @@ def attend(
         How many positions a query sees, its own included; 0: all up to its own.
     cap
         See `softcap`.
+    sinks : [n_heads], optional
+        One more score for each head, of a position whose value is zero (Xiao et al. 2023, arXiv:2309.17453).
 
     Returns
     -------
@@ -228,7 +295,11 @@ def attend(
         rows = slice(start, min(start + QUERY_BLOCK, n))
         scores = np.float32(scale) * (grouped[:, :, rows] @ k[:, None].swapaxes(-1, -2))
         seen = visible(np.arange(rows.start, rows.stop) + first_position, m, window)
-        weights = softmax(np.where(seen, softcap(scores, cap), np.float32(-np.inf)))
+        scores = np.where(seen, softcap(scores, cap), np.float32(-np.inf))
+        if sinks is not None:
+            column = np.broadcast_to(sinks.reshape(n_kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+            scores = np.concatenate([scores, column], axis=-1)
+        weights = softmax(scores)[..., :m]
         mixed[:, :, rows] = weights @ v[:, None]
     return mixed.reshape(n_heads, n, head_dim).swapaxes(0, 1).reshape(n, n_heads * head_dim)
 
@@ -259,6 +330,62 @@ def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
     return normed
 
 
+def layer_norm(x: Float32Array, weight: Float32Array, bias: Float32Array | None, eps: float) -> Float32Array:
+    """(x − mean) / √(variance + eps) · weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    normed = rms_norm(centred, weight, eps)
+    return normed if bias is None else normed + bias
+
+
+def route(
+    scores: Float32Array, experts: ExpertConfig, bias: Float32Array | None
+) -> tuple[NDArray[np.int64], Float32Array]:
+    """Which experts each token goes through, and with what weights.
+
+    Parameters
+    ----------
+    scores : [n, n_experts]
+        The router's outputs.
+    bias : [n_experts], optional
+        Added for the choice alone.
+
+    Returns
+    -------
+    int64 [n, n_used], float32 [n, n_used]
+        In descending order of what they were chosen by; of equal ones the lower number first.
+    """
+    shares = softmax(scores) if experts.scoring == "softmax" else scores
+    if experts.scoring == "sigmoid":
+        shares = sigmoid(scores)
+    order = np.argsort(-(shares if bias is None else shares + bias), axis=-1, kind="stable")
+    chosen = order[:, : experts.n_used]
+    weights = np.take_along_axis(shares, chosen, axis=-1)
+    if experts.scoring == "softmax of chosen":
+        weights = softmax(weights)
+    elif experts.normalise:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return chosen, weights * np.float32(experts.weight_scale)
+
+
+def activate(kind: Activation, gate: Float32Array, up: Float32Array, gated: bool) -> Float32Array:
+    """activation(gate) · up, or without a gate activation(up).
+
+    "swiglu_oai" is gpt-oss's: the gate bounded by 7 from above, up by ±7, and gate · sigmoid(1.702 · gate) · (up + 1).
+    """
+    if kind == "swiglu_oai":
+        gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+        return np.asarray(gate * sigmoid(np.float32(1.702) * gate) * (up + 1), np.float32)
+    activated: Float32Array = ACTIVATIONS[kind](gate) * up if gated else ACTIVATIONS[kind](up)
+    return activated
+
+
+def sigmoid(x: Float32Array) -> Float32Array:
+    """1 / (1 + exp(−x))."""
+    with np.errstate(over="ignore"):
+        y: Float32Array = np.reciprocal(1 + np.exp(-x))
+    return y
+
+
 def silu(x: Float32Array) -> Float32Array:
     """x / (1 + exp(−x)); the exponential of a large negative x is infinite, and the result 0."""
     with np.errstate(over="ignore"):
@@ -273,4 +400,17 @@ def gelu_tanh(x: Float32Array) -> Float32Array:
     return activated
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+def gelu(x: Float32Array) -> Float32Array:
+    """x · Φ(x), Φ the standard normal distribution (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    erf = np.vectorize(math.erf, otypes=[np.float32])(x.astype(np.float64) / math.sqrt(2))
+    activated: Float32Array = x * (1 + erf) * np.float32(0.5)
+    return activated
+
+
+def relu2(x: Float32Array) -> Float32Array:
+    """max(x, 0)² (So et al. 2021, arXiv:2109.08668)."""
+    positive: Float32Array = np.maximum(x, np.float32(0))
+    return positive * positive
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
