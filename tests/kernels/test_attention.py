@@ -18,9 +18,15 @@ def put(k_page, v_page, k_scales, v_scales, slot, k, v, d, int8):
         A.put_value(v_page, slot, v, d)
 
 
-def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
-    """Run the kernel: q [G, d], k and v [n, d] written to pages that stand in the given order in memory."""
-    group, d = q.shape
+def attend(q, k, v, *, position, first=0, **options):
+    """One token's queries [G, d] against k and v [n, d]; it sees what stands at first ... position."""
+    window = position - first + 1 if first else 0
+    return attend_tile(q[None], k, v, position=position, window=window, **options)[0]
+
+
+def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False):
+    """Run the kernel: q [tokens, G, d] at position and on, k and v written to pages that stand in the given order."""
+    tokens, group, d = q.shape
     n_pages = -(-len(k) // 16)
     order = np.arange(n_pages) if order is None else order
     size = A.head_page_bytes(d, int8)
@@ -32,17 +38,22 @@ def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
         put(*where, token % 16, key.ctypes.data, value.ctypes.data, d, int8)
     keys = (*(a[i].ctypes.data for a in (pages, scales) for i in (0, 1)), size)
     table, cap_at = order.astype(np.int32), np.array([cap], np.float32)
-    out, partial = np.zeros((group, d), np.float32), np.zeros((group, A.partial_bytes(d)), np.uint8)
-    scratch = np.zeros(A.SCORES_BYTES, np.uint8)
-    queries = np.zeros((group, A.query_bytes(d)), np.uint8)
+    out, partial = (
+        np.zeros((tokens, group, d), np.float32),
+        np.zeros((tokens * group, A.partial_bytes(d)), np.uint8),
+    )
+    rows = group * tokens
+    scratch = np.zeros(A.scores_bytes(rows), np.uint8)
+    tile = np.zeros((rows, A.query_row_bytes(d)), np.uint8)
     attend_in_order(
-        A.attention_worker(group, int(int8)),
-        q,
-        queries if int8 else q,
+        A.attention_worker(group, tokens, int(int8)),
+        int8,
+        q.copy(),
+        tile,
         keys,
         table,
         position,
-        first,
+        window,
         cap_at,
         out,
         partial,
@@ -52,21 +63,41 @@ def attend(q, k, v, *, position, first=0, cap=0.0, order=None, int8=False):
 
 
 @kernel
-def attend_in_order(worker, q, queries, keys, table, position, first, cap, out, partial, scratch):
-    group, d = q.shape
-    if queries.shape[1] != d:
-        for g in range(group):
-            A.put_query(q[g].ctypes.data, d, queries[g].ctypes.data)
-    state = np.zeros((group, 2), np.float32)
-    A.begin(out.ctypes.data, state.ctypes.data, group, d)
-    for partition in range(first // A.PARTITION, position // A.PARTITION + 1):
-        start = A.PARTITION * partition
-        low, high = max(first - start, 0), min(position + 1 - start, A.PARTITION)
-        pages = table[start // A.PAGE :].ctypes.data
-        where = (queries.ctypes.data, keys[0], keys[1], keys[2], keys[3], keys[4], pages, low, high, d)
+def attend_in_order(worker, int8, q, tile, keys, table, position, window, cap, out, partial, scratch):
+    tokens, group, d = q.shape
+    rows = tokens * group
+    for row in range(rows):
+        query = q[row // group, row % group].ctypes.data
+        if int8:
+            A.put_query_int8(query, d, tile.ctypes.data + 4 * row, 4 * rows)
+        else:
+            A.put_query(query, d, tile.ctypes.data + 4 * row, 4 * rows)
+    state = np.zeros((tokens, group, 2), np.float32)
+    for t in range(tokens):
+        A.begin(out[t].ctypes.data, state[t].ctypes.data, group, d)
+    for partition in range((position + tokens - 1) // A.PARTITION + 1):
+        at = position - A.PARTITION * partition
+        pages = table[A.PARTITION * partition // A.PAGE :].ctypes.data
+        where = (
+            tile.ctypes.data,
+            4 * rows,
+            keys[0],
+            keys[1],
+            keys[2],
+            keys[3],
+            keys[4],
+            pages,
+            at,
+            window,
+            d,
+        )
         call(worker, (*where, cap.ctypes.data, partial.ctypes.data, scratch.ctypes.data))
-        A.merge(out.ctypes.data, state.ctypes.data, partial.ctypes.data, group, d)
-    A.finish(out.ctypes.data, state.ctypes.data, group, d)
+        for t in range(tokens):
+            low, high = A.visible(at, window, t)
+            if low < high:
+                A.merge(out[t].ctypes.data, state[t].ctypes.data, partial[group * t].ctypes.data, group, d)
+    for t in range(tokens):
+        A.finish(out[t].ctypes.data, state[t].ctypes.data, group, d)
 
 
 def exact(q, k, v, *, position, first=0, cap=0.0):
@@ -156,3 +187,21 @@ def test_int8_windows_and_page_order():
     assert np.array_equal(whole, attend(q, k, v, position=299, first=100, int8=True, order=order))
     near = exact(q, k, v, position=299, first=100)
     assert np.max(np.abs(whole - near)) < 0.02
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("window", [0, 3, 16, 250, 300])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 8), (3, 4), (6, 2)])
+def test_a_tile_of_tokens_has_the_bits_of_each_token_alone(group, tokens, window, int8):
+    """At the borders of pages and partitions, beside infinite values that only the last token sees."""
+    _, k, v = random(530, 1, 32)
+    v[-1] = np.inf
+    queries = np.random.default_rng(7).standard_normal((tokens, group, 32)).astype(np.float32)
+    for position in (0, 5, 15, 255 - tokens // 2, 256, 300, 511 - tokens // 2, 530 - tokens):
+        n = position + tokens
+        options = {"window": window, "int8": int8}
+        at_once = attend_tile(queries, k[:n], v[:n], position=position, **options)
+        for t in range(tokens):
+            alone = attend_tile(queries[t : t + 1], k[:n], v[:n], position=position + t, **options)
+            assert np.array_equal(at_once[t], alone[0], equal_nan=True), (position, t)
+        assert np.isfinite(at_once[:-1]).all()

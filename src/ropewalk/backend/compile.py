@@ -16,7 +16,7 @@ from typing import Any
 from ropewalk.backend.weights import matrices_of
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import FORMATS
-from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes
+from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes, tile_tokens
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.matmul import matmul_worker, tiles
@@ -53,8 +53,9 @@ def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
 
 def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
     """What a cache of this type takes in addition."""
-    groups = dict.fromkeys(head_passes(config.kv_group))
-    return [_attention_part(group, cache_dtype == "int8") for group in groups]
+    full, rest = head_passes(config.kv_group)
+    shapes = dict.fromkeys((heads, tokens) for heads in (full, rest) for tokens in (1, tile_tokens(full)))
+    return [_attention_part(*shape, cache_dtype == "int8") for shape in shapes]
 
 
 def all_parts() -> list[Part]:
@@ -63,7 +64,10 @@ def all_parts() -> list[Part]:
         _format_part(name, FORMATS[name].block_bytes, fine) for name in PACKED for fine in (True, False)
     ]
     attention = [
-        _attention_part(group, is_int8) for group in range(1, MAX_GROUP + 1) for is_int8 in (False, True)
+        _attention_part(heads, tokens, is_int8)
+        for heads in range(1, MAX_GROUP + 1)
+        for tokens in sorted({1, tile_tokens(heads)})
+        for is_int8 in (False, True)
     ]
     return [_FORWARD, *formats, *attention]
 
@@ -112,9 +116,10 @@ def _compile_format(kind: int, block_bytes: int, fine: bool) -> None:
         matmul_worker(kind, tile, int(fine))
 
 
-def _attention_part(group: int, is_int8: bool) -> Part:
+def _attention_part(heads: int, tokens: int, is_int8: bool) -> Part:
     cache = "int8" if is_int8 else "float16"
-    return Part(f"attention for groups of {group}, {cache}", attention_worker, (group, int(is_int8)))
+    name = f"attention for {heads} heads, tokens: {tokens}, {cache}"
+    return Part(name, attention_worker, (heads, tokens, int(is_int8)))
 
 
 def _compile_forward() -> None:

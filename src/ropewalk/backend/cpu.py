@@ -23,16 +23,17 @@ from ropewalk.backend.weights import PackedWeights, pack_model
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
+from ropewalk.kernels.attend import SPAN_TILES
 from ropewalk.kernels.attention import (
-    MAX_GROUP,
     PARTITION,
     SCALES_BYTES,
-    SCORES_BYTES,
     attention_worker,
     head_page_bytes,
     head_passes,
     partial_bytes,
-    query_bytes,
+    query_row_bytes,
+    scores_bytes,
+    tile_tokens,
 )
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
@@ -241,8 +242,10 @@ class CpuBackend:
             Job.LOGIT_ROWS: rows.ctypes.data,
             Job.CACHE: cache.data.ctypes.data,
             Job.CACHE_IS_INT8: cache.is_int8,
-            Job.ATTENTION: attention_worker(self._pass_heads, int(cache.is_int8)),
-            Job.ATTENTION_REST: attention_worker(self._rest_heads, int(cache.is_int8)),
+            Job.ATTENTION: attention_worker(self._pass_heads, 1, int(cache.is_int8)),
+            Job.ATTENTION_REST: attention_worker(self._rest_heads, 1, int(cache.is_int8)),
+            Job.ATTENTION_TILE: attention_worker(self._pass_heads, self._tile_tokens, int(cache.is_int8)),
+            Job.ATTENTION_TILE_REST: attention_worker(self._rest_heads, self._tile_tokens, int(cache.is_int8)),
             Job.CACHE_SCALES: cache.scales.ctypes.data,
             Job.N_PAGES: cache.n_pages,
             Job.PAGE_BYTES: cache.data.shape[-1],
@@ -297,7 +300,12 @@ class CpuBackend:
         job[Job.PASS_HEADS] = self._pass_heads
         job[Job.OUTPUT_NORM] = self.weights.vectors["output_norm.weight"].ctypes.data
         job[Job.OUTPUT_INPUT] = self.weights.output_input
-        scratch_bytes = SCORES_BYTES + MAX_GROUP * (8 + partial_bytes(config.head_dim))
+        self._tile_tokens = tile_tokens(self._pass_heads)
+        rows = self._pass_heads * self._tile_tokens
+        job[Job.TILE_TOKENS], job[Job.QUERY_STEP] = self._tile_tokens, 4 * rows
+        job[Job.QUERY_TILE_BYTES] = rows * query_row_bytes(config.head_dim)
+        job[Job.SCORES_BYTES], job[Job.STATE_BYTES] = scores_bytes(rows), 8 * rows * SPAN_TILES
+        scratch_bytes = int(job[Job.SCORES_BYTES] + job[Job.STATE_BYTES]) + rows * partial_bytes(config.head_dim)
         self._scratch = np.zeros((self.n_threads, scratch_bytes), np.uint8)
         job[Job.SCRATCH], job[Job.SCRATCH_STRIDE] = self._scratch.ctypes.data, scratch_bytes
 
@@ -323,9 +331,8 @@ class CpuBackend:
         for field, width in widths.items():
             self._buffers[field] = np.zeros((padded, width), np.float32)
         self._buffers[Job.BYTE_TILES] = np.zeros(padded * (widest // 32) * FINE_TOKEN_GROUP_BYTES, np.uint8)
-        self._buffers[Job.QUERY_BYTES] = np.zeros(
-            padded * config.n_heads * query_bytes(config.head_dim), np.uint8
-        )
+        n_tiles = -(-n // self._tile_tokens) * config.n_kv_heads * -(-config.kv_group // self._pass_heads)
+        self._buffers[Job.QUERY_TILES] = np.zeros((n_tiles, self._job[Job.QUERY_TILE_BYTES]), np.uint8)
         for field, buffer in self._buffers.items():
             self._job[field] = buffer.ctypes.data
         self._capacity = n

@@ -1,6 +1,8 @@
 """Phases of attention: rotate, write to the cache, and attend, by token and head or by partition of a long context.
 
 Each function is one thread's share of a phase: items are taken from a counter of `kernels.sync` until there are none.
+Tokens are cut into tiles of TILE_TOKENS, by their place in the step; where all of a tile are of one sequence, one
+worker serves them together, otherwise another serves each alone.
 Fields of `job` and `layer` are named in `kernels.tables`; `number` is the layer's. What happens within one partition
 of the context is in `kernels.attention`.
 """
@@ -8,18 +10,17 @@ of the context is in `kernels.attention`.
 import numpy as np
 
 from ropewalk.kernels.attention import (
-    MAX_GROUP,
     PAGE,
     PARTIAL_FIELDS,
     PARTITION,
     SCALES_BYTES,
-    SCORES_BYTES,
     begin,
     finish,
     merge,
     put_key,
     put_key_int8,
     put_query,
+    put_query_int8,
     put_value,
     put_value_int8,
 )
@@ -29,6 +30,8 @@ from ropewalk.kernels.pointwise import add_to, rms_norm, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
 from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import Job, Layer
+
+SPAN_TILES = 4  # tiles that an item has at most
 
 
 @inline
@@ -95,10 +98,11 @@ def rotate_and_store(n_threads, words, job, layer, number):
                 bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0
                 _finish_head(job, q, bias, layer[Layer.Q_NORM], cos, sin)
                 scale_by(q, load_f32(job[Job.CONSTANTS] + 4), head_dim)
+                step = job[Job.QUERY_STEP]
                 if job[Job.CACHE_IS_INT8]:
-                    put_query(
-                        q, head_dim, job[Job.QUERY_BYTES] + (2 * head_dim + 16) * (n_heads * token + head)
-                    )
+                    put_query_int8(q, head_dim, _query_row(job, token, head), step)
+                else:
+                    put_query(q, head_dim, _query_row(job, token, head), step)
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
@@ -112,32 +116,43 @@ def _page_table(job, token):
 
 
 @inline
-def _attend_partition(job, layer, number, token, h, first_head, partition, partial, scores):
-    """Partial result of one partition, for the heads of one pass: `first_head` of the group of KV head h, and on."""
-    group, head_dim = job[Job.N_HEADS] // job[Job.N_KV_HEADS], job[Job.HEAD_DIM]
-    position = np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
-    seen = max(0, position - layer[Layer.WINDOW] + 1) if layer[Layer.WINDOW] > 0 else 0
+def _query_row(job, token, head):
+    """Address of the first element of a query head's row. Tiles are in the order of tokens, KV heads, and passes."""
+    group, most, tokens = job[Job.N_HEADS] // job[Job.N_KV_HEADS], job[Job.PASS_HEADS], job[Job.TILE_TOKENS]
+    n_passes = (group + most - 1) // most
+    h, number = head // group, head % group // most
+    heads = min(most, group - number * most)
+    tile = ((token // tokens) * job[Job.N_KV_HEADS] + h) * n_passes + number
+    row = token % tokens * heads + head % group % most
+    return job[Job.QUERY_TILES] + tile * job[Job.QUERY_TILE_BYTES] + 4 * row
+
+
+@inline
+def _attend_partition(job, layer, number, token, h, first_head, partition, whole_tile, partial, scores):
+    """Partial results of one partition, for one pass: `first_head` of the group of KV head h, and on.
+
+    For `token` alone, or for the whole tile that begins with it.
+    """
+    group = job[Job.N_HEADS] // job[Job.N_KV_HEADS]
     start = partition * PARTITION
     keys, values, key_scales, value_scales = _head_addresses(job, number, h, 0)
-    head = job[Job.N_HEADS] * token + group * h + first_head
-    if job[Job.CACHE_IS_INT8]:
-        q = job[Job.QUERY_BYTES] + (2 * head_dim + 16) * head
-    else:
-        q = job[Job.QUERIES] + 4 * head_dim * head
-    is_full = group - first_head >= job[Job.PASS_HEADS]
+    worker = job[Job.ATTENTION_TILE] if whole_tile else job[Job.ATTENTION]
+    if group - first_head < job[Job.PASS_HEADS]:
+        worker = job[Job.ATTENTION_TILE_REST] if whole_tile else job[Job.ATTENTION_REST]
     call(
-        job[Job.ATTENTION] if is_full else job[Job.ATTENTION_REST],
+        worker,
         (
-            q,
+            _query_row(job, token, group * h + first_head),
+            job[Job.QUERY_STEP],
             keys,
             values,
             key_scales,
             value_scales,
             job[Job.PAGE_BYTES],
             _page_table(job, token) + 4 * (start // PAGE),
-            max(seen - start, 0),
-            min(position + 1 - start, PARTITION),
-            head_dim,
+            np.int64(load_i32(job[Job.POSITIONS] + 4 * token)) - start,
+            layer[Layer.WINDOW],
+            job[Job.HEAD_DIM],
             job[Job.CONSTANTS] + 8,
             partial,
             scores,
@@ -154,33 +169,73 @@ def _partitions(job, layer, token):
 
 
 @inline
+def _is_whole_tile(job, token):
+    """Whether a tile begins with this token, and all its tokens are of one sequence."""
+    tokens = job[Job.TILE_TOKENS]
+    last = token + tokens - 1
+    if tokens == 1 or token % tokens != 0 or last >= job[Job.N_TOKENS]:
+        return False
+    return load_i32(job[Job.SEQUENCES] + 4 * token) == load_i32(job[Job.SEQUENCES] + 4 * last)
+
+
+@inline
+def _out(job, token, head):
+    return job[Job.ATTENDED] + 4 * job[Job.HEAD_DIM] * (job[Job.N_HEADS] * token + head)
+
+
+@inline
+def _merge_tokens(job, layer, first, token, end, head, heads, partition, partial, state):
+    """Add the partial results of tokens `token` ... `end` - 1 to theirs; `state` begins with that of `first`."""
+    head_dim = job[Job.HEAD_DIM]
+    for t in range(token, end):
+        low, high = _partitions(job, layer, t)
+        if low <= partition and partition < high:
+            rows = partial + 4 * (PARTIAL_FIELDS + head_dim) * heads * (t - token)
+            merge(_out(job, t, head), state + 8 * heads * (t - first), rows, heads, head_dim)
+
+
+@inline
+def _attend_span(job, layer, number, first, last, h, g, partial, scores, state):
+    """One pass over tokens first ... last - 1: partition by partition, so that all of them find it in the caches."""
+    head_dim, group = job[Job.HEAD_DIM], job[Job.N_HEADS] // job[Job.N_KV_HEADS]
+    heads, head = min(job[Job.PASS_HEADS], group - g), group * h + g
+    begin_part, end_part = _partitions(job, layer, first)
+    for token in range(first, last):
+        begin(_out(job, token, head), state + 8 * heads * (token - first), heads, head_dim)
+        low, high = _partitions(job, layer, token)
+        begin_part, end_part = min(begin_part, low), max(end_part, high)
+    for partition in range(begin_part, end_part):
+        token = first
+        while token < last:
+            whole = _is_whole_tile(job, token)
+            end = token + (job[Job.TILE_TOKENS] if whole else 1)
+            low, _ = _partitions(job, layer, token)
+            _, high = _partitions(job, layer, end - 1)
+            if low <= partition and partition < high:
+                _attend_partition(job, layer, number, token, h, g, partition, whole, partial, scores)
+                _merge_tokens(job, layer, first, token, end, head, heads, partition, partial, state)
+            token = end
+    for token in range(first, last):
+        finish(_out(job, token, head), state + 8 * heads * (token - first), heads, head_dim)
+
+
+@inline
 def attend(tid, n_threads, words, job, layer, number):
-    """Each token's query heads against the cache; an item is a token and one of its KV heads."""
-    n_tokens, n_heads, n_kv = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.N_KV_HEADS]
-    head_dim, pass_heads, group = (
-        job[Job.HEAD_DIM],
-        job[Job.PASS_HEADS],
-        job[Job.N_HEADS] // job[Job.N_KV_HEADS],
-    )
+    """Each token's query heads against the cache; an item is a KV head and a few tiles of tokens."""
+    n_tokens, n_kv, tokens = job[Job.N_TOKENS], job[Job.N_KV_HEADS], job[Job.TILE_TOKENS]
     scores = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
-    state = scores + SCORES_BYTES
-    partial = state + 8 * MAX_GROUP
-    n_items = n_tokens * n_kv
-    chunk = chunk_of(n_items, n_threads)
-    first = take(words, 0) * chunk
-    while first < n_items:
-        for item in range(first, min(first + chunk, n_items)):
-            token, h = item // n_kv, item % n_kv
-            begin_part, end_part = _partitions(job, layer, token)
-            for g in range(0, group, pass_heads):
-                heads = min(pass_heads, group - g)
-                out = job[Job.ATTENDED] + 4 * head_dim * (n_heads * token + group * h + g)
-                begin(out, state, heads, head_dim)
-                for partition in range(begin_part, end_part):
-                    _attend_partition(job, layer, number, token, h, g, partition, partial, scores)
-                    merge(out, state, partial, heads, head_dim)
-                finish(out, state, heads, head_dim)
-        first = take(words, 0) * chunk
+    state = scores + job[Job.SCORES_BYTES]
+    partial = state + job[Job.STATE_BYTES]
+    tiles_per_item = n_tokens * n_kv // (16 * n_threads * tokens)
+    span = tokens * max(1, min(tiles_per_item, SPAN_TILES))
+    n_spans = (n_tokens + span - 1) // span
+    item = take(words, 0)
+    while item < n_spans * n_kv:
+        h, first = item // n_spans, item % n_spans * span
+        last = min(first + span, n_tokens)
+        for g in range(0, job[Job.N_HEADS] // n_kv, job[Job.PASS_HEADS]):
+            _attend_span(job, layer, number, first, last, h, g, partial, scores, state)
+        item = take(words, 0)
 
 
 @inline
@@ -193,7 +248,7 @@ def attend_split(tid, n_threads, words, job, layer, number):
         job[Job.N_HEADS] // job[Job.N_KV_HEADS],
     )
     scores = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
-    state = scores + SCORES_BYTES
+    state = scores + job[Job.SCORES_BYTES]
     most, stride = job[Job.MAX_PARTITIONS], 4 * (PARTIAL_FIELDS + head_dim)
     item = take(words, 0)
     while item < n_tokens * n_kv * most:
@@ -203,7 +258,7 @@ def attend_split(tid, n_threads, words, job, layer, number):
         if begin_part <= partition and partition < end_part:
             for g in range(0, group, pass_heads):
                 partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
-                _attend_partition(job, layer, number, token, h, g, partition, partial, scores)
+                _attend_partition(job, layer, number, token, h, g, partition, False, partial, scores)
         item = take(words, 0)
     meet(tid, words, n_threads, job, ATTEND)
     pair = take(words, 0)

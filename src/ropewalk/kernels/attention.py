@@ -1,4 +1,4 @@
-"""Attention over pages: one token's queries of one KV head against its sequence's cached keys and values.
+"""Attention over pages: queries of one KV head against their sequence's cached keys and values.
 
 A page holds 16 tokens. For each layer and KV head the keys of all pages lie one page after the other, then the values
 of all pages, because the hardware's prefetcher follows long streams only. Of one head a page holds:
@@ -7,14 +7,19 @@ of all pages, because the hardware's prefetcher follows long streams only. Of on
     int8      keys [head_dim / 4, 16 tokens, 4], raised by 128; values [head_dim / 16, 16 tokens, 16];
               and, in an array of their own, one float32 scale for each token, [16], of the keys and of the values
 
-so that lanes are tokens for the scores and dimensions for the sums. The G query heads of a group share every read.
-For an int8 cache the queries become 16-bit integers, as activations do in `kernels.matmul`, and a score is an exact
-integer sum times both scales.
+so that lanes are tokens for the scores and dimensions for the sums. The query heads of a group share every read, and
+in prefill those of several tokens that follow each other: together they are the rows of a query tile,
+
+    float16   float32 [head_dim, rows], rotated and scaled
+    int8      16-bit integers, as activations are in `kernels.matmul`: high bytes [head_dim / 4, rows, 4], low bytes
+              likewise; then scales float32 [rows], and the sums of the high and of the low bytes int32 [rows]
+
+where a score of an int8 cache is an exact integer sum times both scales.
 
 The context is worked through in partitions of 256 tokens at absolute positions; each gives a partial result, for
 each head PARTIAL_FIELDS floats (maximum, sum of exponentials, then unused) and its weighted sum of values
 [head_dim]. `merge` adds partials up in ascending order (online softmax, Milakov & Gimelshein 2018), at once or after
-other threads have computed some of them: which tokens share a step, and who computes them, changes no bit.
+other threads have computed some of them: which tokens share a step or a tile, and who computes them, changes no bit.
 """
 
 from functools import cache
@@ -37,7 +42,9 @@ from ropewalk.kernels.simd import (
     emit_fma,
     emit_load,
     emit_splat,
+    first_lane,
     floats,
+    fma,
     ints,
     keep_lanes,
     load_bytes,
@@ -68,8 +75,8 @@ from ropewalk.kernels.simd import (
 PAGE = 16
 PARTITION = 256
 MAX_GROUP = 8  # query heads that one pass serves; larger groups take several passes
+MAX_TILE_TOKENS = 8
 PARTIAL_FIELDS = 16
-SCORES_BYTES = 4 * MAX_GROUP * PARTITION  # of scratch, for one thread
 _MINUS_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0)
 
@@ -101,6 +108,20 @@ def add_tiles(typing_context, a, b):
         return total
 
     return a(a, b), emit
+
+
+@intrinsic
+def load_rows(typing_context, tile, address, stride):
+    """What `store_rows` stored; of the tile that is given only the size counts."""
+
+    def emit(context, builder, sig, args):
+        result = ir.Constant(args[0].type, ir.Undefined)
+        for g in range(sig.args[0].count):
+            at = builder.add(args[1], builder.mul(args[2], I64(g)))
+            result = builder.insert_value(result, emit_load(builder, floats.ir, at, 4), g)
+        return result
+
+    return tile(tile, types.int64, types.int64), emit
 
 
 @intrinsic
@@ -137,15 +158,26 @@ def partial_bytes(head_dim: int) -> int:
     return 4 * (PARTIAL_FIELDS + head_dim)
 
 
-def query_bytes(head_dim: int) -> int:
-    """Bytes of one query head as 16-bit integers: high bytes, low bytes, then scale, two sums, and padding."""
-    return 2 * head_dim + 16
+def tile_tokens(heads: int) -> int:
+    """Tokens of a query tile for passes of `heads` heads: what the registers have room for."""
+    rows = 14 if choose_rung().name == "vnni" else 4
+    return max(1, min(rows // heads, MAX_TILE_TOKENS))
+
+
+def scores_bytes(rows: int) -> int:
+    """Bytes of scratch that a worker needs."""
+    return 4 * PARTITION * rows
+
+
+def query_row_bytes(head_dim: int) -> int:
+    """Bytes of one row of a query tile."""
+    return 4 * (head_dim + 4)
 
 
 @inline
 def exp_of(x):
     """e^x of one float32."""
-    return max_lane(exp(splat(x)))
+    return first_lane(exp(splat(x)))
 
 
 @inline
@@ -158,38 +190,39 @@ def _largest(x, n):
 
 
 @intrinsic
-def dot_rows(typing_context, acc, keys, address, stride):
-    """acc[g] += the sums of four products of key bytes and the four query bytes at address + g * stride."""
+def dot_rows(typing_context, acc, keys, address):
+    """acc[g] += the sums of four products of key bytes and the four query bytes at address + 4 * g."""
     rung = choose_rung().name
 
     def emit(context, builder, sig, args):
-        acc, keys, address, stride = args
+        acc, keys, address = args
         for g in range(sig.args[0].count):
-            four = emit_load(builder, I32, builder.add(address, builder.mul(stride, I64(g))))
+            four = emit_load(builder, I32, builder.add(address, I64(4 * g)))
             query = builder.bitcast(emit_splat(builder, ints, four), bytes64.ir)
             row = emit_dot4(builder, rung, builder.extract_value(acc, g), keys, query, True)
             acc = builder.insert_value(acc, row, g)
         return acc
 
-    return acc(acc, bytes64, types.int64, types.int64), emit
+    return acc(acc, bytes64, types.int64), emit
 
 
 @intrinsic
-def join_dots(typing_context, high, low, fields, stride, key_scales):
+def join_dots(typing_context, high, low, fields, step, key_scales):
     """Scores: (256 * high + low) * the query's scale * the keys' scales, after taking out what raised the keys.
 
-    Fields of head g, at fields + g * stride: the query's scale (float32), and the sums of its high and of its low
-    bytes (int32).
+    Fields of row g at fields + 4 * g, `step` bytes apart: the query's scale (float32), and the sums of its high and of
+    its low bytes (int32).
     """
 
     def emit(context, builder, sig, args):
-        high, low, fields, stride, key_scales = args
+        high, low, fields, step, key_scales = args
         result = ir.Constant(ir.ArrayType(floats.ir, sig.args[0].count), ir.Undefined)
         for g in range(sig.args[0].count):
-            at = builder.add(fields, builder.mul(stride, I64(g)))
+            at = builder.add(fields, I64(4 * g))
             parts = []
-            for part, offset in ((high, 4), (low, 8)):
-                raised = builder.shl(emit_load(builder, I32, builder.add(at, I64(offset)), 4), I32(7))
+            for part, place in ((high, 1), (low, 2)):
+                field = builder.add(at, builder.mul(step, I64(place)))
+                raised = builder.shl(emit_load(builder, I32, field, 4), I32(7))
                 exact = builder.sub(builder.extract_value(part, g), emit_splat(builder, ints, raised))
                 parts.append(builder.sitofp(exact, floats.ir))
             dot = emit_fma(builder, parts[0], floats.constant(256.0), parts[1])
@@ -201,20 +234,32 @@ def join_dots(typing_context, high, low, fields, stride, key_scales):
 
 
 @inline
-def put_query(q, head_dim, out):
-    """One query head as 16-bit integers, 256 * high + low, both signed bytes; its scale, and the sums of each."""
+def put_query(q, head_dim, out, step):
+    """A query head's floats into a row of a tile: `out` is the row's first element, `step` the bytes between two."""
+    for d in range(head_dim):
+        store_f32(out + step * d, load_f32(q + 4 * d))
+
+
+@inline
+def put_query_int8(q, head_dim, out, step):
+    """The same as 16-bit integers, 256 * high + low, both signed bytes; the floats at q are used up."""
     top = _largest(q, head_dim)
     inverse = np.float32(32512) / top if top > _ZERO else _ZERO
     sum_high, sum_low = np.int32(0), np.int32(0)
+    low_part, fields = out + step * (head_dim // 4), out + step * (head_dim // 2)
     for d in range(0, head_dim, 16):
         x = round_to_ints(load_floats(q + 4 * d) * inverse)
-        store_i8_of_ints(out + d, (x + 128) >> 8)
-        store_i8_of_ints(out + head_dim + d, x)
-        sum_high += sum_ints(load_i8_as_ints(out + d))
-        sum_low += sum_ints(load_i8_as_ints(out + head_dim + d))
-    store_f32(out + 2 * head_dim, top / np.float32(32512))
-    store_i32(out + 2 * head_dim + 4, sum_high)
-    store_i32(out + 2 * head_dim + 8, sum_low)
+        at = q + 4 * d
+        store_i8_of_ints(at, (x + 128) >> 8)
+        store_i8_of_ints(at + 16, x)
+        sum_high += sum_ints(load_i8_as_ints(at))
+        sum_low += sum_ints(load_i8_as_ints(at + 16))
+        for i in range(4):
+            store_i32(out + step * (d // 4 + i), load_i32(at + 4 * i))
+            store_i32(low_part + step * (d // 4 + i), load_i32(at + 16 + 4 * i))
+    store_f32(fields, top / np.float32(32512))
+    store_i32(fields + step, sum_high)
+    store_i32(fields + 2 * step, sum_low)
 
 
 @inline
@@ -275,68 +320,122 @@ def finish(out, state, group, head_dim):
             store_floats(row, load_floats(row) / total)
 
 
-@cache
-def attention_worker(group: int, quantized: int) -> int:
-    """Address of the compiled worker for `group` query heads (1 to 8) that share a KV head, and the cache's type.
+@inline
+def visible(position, window, token):
+    """The first token that token `token` of a tile sees, and the one after the last, both within a partition.
 
-    It computes the partial result of one partition. Its arguments, all int64: address of the queries (float32 [group,
-    head_dim], rotated and scaled; for an int8 cache what `put_query` made of them); addresses of the layer's and
-    head's keys and values in page 0, and of their scales (int8 only); bytes between pages; address of the
-    partition's part of the page table (int32); the first token of the partition that is seen, and the one after the
-    last; head_dim; address of the soft cap (float32, 0 for none); address of the partial result; address of scratch.
+    `position` is that of the tile's first token, counted from the partition's start; the range may be empty.
     """
-    row = 4 * PARTITION
+    at = position + token
+    low = max(at - window + 1, 0) if window > 0 else 0
+    return min(low, PARTITION), max(min(at + 1, PARTITION), 0)
 
-    @worker(types.void(*[types.int64] * 13))
+
+@inline
+def _row_of_values(out, values, page_bytes, table, weights, chunk, start, end, quantized):
+    """out += weights * values of tokens start ... end - 1, for one row and one chunk of 16 dimensions."""
+    acc = load_floats(out)
+    for token in range(start, end):
+        v = values + load_i32(table + 4 * (token // PAGE)) * page_bytes
+        place = PAGE * chunk + token % PAGE
+        x = to_floats(load_i8_as_ints(v + 16 * place)) if quantized else load_halfs(v + 32 * place)
+        acc = fma(splat(load_f32(weights + 4 * token)), x, acc)
+    store_floats(out, acc)
+
+
+@cache
+def attention_worker(heads: int, tokens: int, quantized: int) -> int:
+    """Address of the compiled worker for `heads` query heads (1 to 8) that share a KV head, of `tokens` tokens.
+
+    It computes the partial results of one partition for heads * tokens rows, row = token * heads + head. Its
+    arguments, all int64: address of the first row in its query tile; bytes between a row's elements; addresses of the
+    layer's and head's keys and values in page 0, and of their scales (int8 only); bytes between pages; address of the
+    partition's part of the page table (int32); position of the first token, counted from the partition's start; the
+    window, 0 for none; head_dim; address of the soft cap (float32, 0 for none); address of the partial results;
+    address of scratch. Rows that see nothing of the partition get no result.
+    """
+    rows, stride = heads * tokens, 4 * PARTITION
+
+    @worker(types.void(*[types.int64] * 14))
     def attend(
-        q, keys, values, k_scales, v_scales, page_bytes, table, low, high, head_dim, cap, partial, scores
+        q,
+        step,
+        keys,
+        values,
+        k_scales,
+        v_scales,
+        page_bytes,
+        table,
+        position,
+        window,
+        head_dim,
+        cap,
+        partial,
+        scores,
     ):
         partial_stride = 4 * (PARTIAL_FIELDS + head_dim)
-        query_stride = 2 * head_dim + 16
-        pages = (high + PAGE - 1) // PAGE
-        for page in range(low // PAGE, pages):
+        first, first_end = visible(position, window, 0)
+        last_start, last = visible(position, window, tokens - 1)
+        pages = (last + PAGE - 1) // PAGE
+        for page in range(first // PAGE, pages):
             number = load_i32(table + 4 * page)
             k = keys + number * page_bytes
             if quantized:
-                above, below = zero_ints_tile(group), zero_ints_tile(group)
-                for d in range(0, head_dim, 4):
-                    four = load_bytes(k + 16 * d)
-                    above = dot_rows(above, four, q + d, query_stride)
-                    below = dot_rows(below, four, q + head_dim + d, query_stride)
-                s = join_dots(
-                    above,
-                    below,
-                    q + 2 * head_dim,
-                    query_stride,
-                    load_floats(k_scales + number * SCALES_BYTES),
-                )
+                above, below = zero_ints_tile(rows), zero_ints_tile(rows)
+                low_part, fields = q + step * (head_dim // 4), q + step * (head_dim // 2)
+                for d in range(head_dim // 4):
+                    four = load_bytes(k + 64 * d)
+                    above = dot_rows(above, four, q + step * d)
+                    below = dot_rows(below, four, low_part + step * d)
+                s = join_dots(above, below, fields, step, load_floats(k_scales + number * SCALES_BYTES))
             else:
-                even, odd = zero_tile(group), zero_tile(group)
+                even, odd = zero_tile(rows), zero_tile(rows)
                 for d in range(0, head_dim, 2):
-                    even = fma_rows(even, load_halfs(k + 32 * d), q + 4 * d, 4 * head_dim)
-                    odd = fma_rows(odd, load_halfs(k + 32 * d + 32), q + 4 * d + 4, 4 * head_dim)
+                    at = q + step * d
+                    even = fma_rows(even, load_halfs(k + 32 * d), at, 4)
+                    odd = fma_rows(odd, load_halfs(k + 32 * d + 32), at + step, 4)
                 s = add_tiles(even, odd)
-            store_rows(s, scores + 64 * page, row)
-        for g in range(group):
-            m, total = _softmax_partition(scores + row * g, pages, low, high, load_f32(cap))
-            store_f32(partial + partial_stride * g, m)
-            store_f32(partial + partial_stride * g + 4, total)
+            store_rows(s, scores + 64 * page, stride)
+        for row in range(rows):
+            low, high = visible(position, window, row // heads)
+            row_pages = (high + PAGE - 1) // PAGE
+            m, total = _softmax_partition(scores + stride * row, row_pages, low, high, load_f32(cap))
+            store_f32(partial + partial_stride * row, m)
+            store_f32(partial + partial_stride * row + 4, total)
             if quantized:  # a value's scale multiplies its weight
-                for page in range(low // PAGE, pages):
+                for page in range(low // PAGE, row_pages):
                     scale = load_floats(v_scales + load_i32(table + 4 * page) * SCALES_BYTES)
-                    weights = scores + row * g + 64 * page
+                    weights = scores + stride * row + 64 * page
                     store_floats(weights, load_floats(weights) * scale)
+        # Tokens that only some rows see are added row by row: what a row does not see must not touch it, NaN or not.
+        shared_end = max(first_end, last_start)
         for c in range(head_dim // 16):
-            acc = zero_tile(group)
-            for page in range(low // PAGE, pages):
+            out = partial + 4 * PARTIAL_FIELDS + 64 * c
+            acc = zero_tile(rows)
+            if tokens > 1 and last_start > first:
+                store_rows(acc, out, partial_stride)
+                for row in range(rows):
+                    low, high = visible(position, window, row // heads)
+                    at, weights = out + partial_stride * row, scores + stride * row
+                    end = min(last_start, high)
+                    _row_of_values(at, values, page_bytes, table, weights, c, low, end, quantized)
+                acc = load_rows(acc, out, partial_stride)
+            for page in range(last_start // PAGE, (first_end + PAGE - 1) // PAGE):
                 v = values + load_i32(table + 4 * page) * page_bytes
-                for token in range(max(low, PAGE * page), min(high, PAGE * page + PAGE)):
+                for token in range(max(last_start, PAGE * page), min(first_end, PAGE * page + PAGE)):
+                    place = PAGE * c + token - PAGE * page
                     if quantized:
-                        sixteen = to_floats(load_i8_as_ints(v + 16 * (PAGE * c + token - PAGE * page)))
+                        sixteen = to_floats(load_i8_as_ints(v + 16 * place))
                     else:
-                        sixteen = load_halfs(v + 32 * (PAGE * c + token - PAGE * page))
-                    acc = fma_rows(acc, sixteen, scores + 4 * token, row)
-            store_rows(acc, partial + 4 * PARTIAL_FIELDS + 64 * c, partial_stride)
+                        sixteen = load_halfs(v + 32 * place)
+                    acc = fma_rows(acc, sixteen, scores + 4 * token, stride)
+            store_rows(acc, out, partial_stride)
+            if tokens > 1 and last > shared_end:
+                for row in range(heads, rows):
+                    low, high = visible(position, window, row // heads)
+                    at, weights = out + partial_stride * row, scores + stride * row
+                    start = max(shared_end, low)
+                    _row_of_values(at, values, page_bytes, table, weights, c, start, high, quantized)
 
     return attend
 

@@ -53,11 +53,18 @@ class Job(IntEnum):
     OUTPUT_NORM = 38  # address of float32 [hidden]
     OUTPUT_INPUT = 39  # which tiles the output matrix reads: bit 0 bytes, bit 1 floats
     CACHE_IS_INT8 = 40
-    QUERY_BYTES = 41  # int8 cache only: the queries as 16-bit integers
+    QUERY_TILES = 41  # the rotated queries, as `kernels.attention` reads them
     MAX_PARTITIONS = 42  # of the longest context, where attention is split over its partitions; else 0
     PARTIALS = 43  # partial results of a split [n_tokens, n_kv_heads, max_partitions, group]
     CACHE_SCALES = 44  # int8 only: address of float32 [layers, KV heads, keys then values, pages, 16]
     CLOCK = 45  # address of the log of `kernels.clock`, while somebody wants to know where the time goes
+    QUERY_STEP = 46  # bytes between two elements of a row of a query tile
+    QUERY_TILE_BYTES = 47
+    TILE_TOKENS = 48  # tokens of a query tile
+    ATTENTION_TILE = 49  # address of the attention worker for a full pass of heads of a whole tile
+    ATTENTION_TILE_REST = 50
+    SCORES_BYTES = 51  # of scratch
+    STATE_BYTES = 52
 
 
 class Layer(IntEnum):
