@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from ropewalk.engine.engine import Engine
 from ropewalk.engine.request import Request
+from ropewalk.engine.trace import Trace
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
 from ropewalk.text.stream import StreamDecoder
 
 if TYPE_CHECKING:
+    from ropewalk.engine.trace import TokenTrace
     from ropewalk.text.tokenizer import Tokenizer
 
 
@@ -152,8 +154,14 @@ class _Completion:
             token_id=token,
             index=self.request.index,
             logprob=logprobs[self.n_taken - 1] if logprobs else None,
+            trace=self._trace_of(self.request.n_prompt + self.n_taken - 1),
             completion=self.output if self.ended else None,
         )
+
+    def _trace_of(self, position: int) -> TokenTrace | None:
+        traced = self.request.traced_tokens
+        index = position - traced[0].position if traced else -1
+        return traced[index] if 0 <= index < len(traced) else None
 
     @property
     def output(self) -> CompletionOutput:
@@ -167,5 +175,8 @@ class _Completion:
             seed=request.seed,
             stop_reason=request.stop_reason,
             logprobs=None if request.params.logprobs is None else request.logprobs,
+            trace=None
+            if request.params.trace is None
+            else Trace(tuple(request.traced_steps), tuple(request.traced_tokens)),
             error=request.error,
         )

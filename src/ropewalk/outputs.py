@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ropewalk.engine.request import FinishReason
     from ropewalk.engine.sampler import Logprob
+    from ropewalk.engine.trace import TokenTrace, Trace
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class CompletionOutput:
         The stop token or stop string; None for the model's own end tokens.
     logprobs : list of Logprob, or None if not asked for
         One for each token, under the raw distribution of the model.
+    trace : Trace, or None if not asked for
+        Its steps, with their bytes and times, and its tokens, with what each knob did.
     error : Exception or None
         Why the request failed; what was generated before is kept.
     index : int
@@ -84,6 +87,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[Logprob] | None = None
+    trace: Trace | None = None
     error: Exception | None = None
     index: int = 0
     seed: int | None = None
@@ -137,6 +141,11 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
     @property
+    def trace(self) -> Trace | None:
+        """What it did, step by step and token by token."""
+        return self.outputs[0].trace
+
+    @property
     def error(self) -> Exception | None:
         """Why the request failed."""
         return self.outputs[0].error
@@ -155,6 +164,8 @@ class StreamChunk:
     index : int
         The completion that it belongs to.
     logprob : Logprob or None
+    trace : TokenTrace or None
+        How the token came to be drawn, and the step that computed it, if asked for.
     completion : CompletionOutput or None
         The whole completion, in its last chunk only.
     output : RequestOutput or None
@@ -165,6 +176,7 @@ class StreamChunk:
     token_id: int
     index: int = 0
     logprob: Logprob | None = None
+    trace: TokenTrace | None = None
     completion: CompletionOutput | None = None
     output: RequestOutput | None = None
 

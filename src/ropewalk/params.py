@@ -58,6 +58,9 @@ class SamplingParams:
     logprobs : int or None
         Report the log-probability of every generated token and of this many most likely ones, under the
         raw distribution of the model, before any knob. None: none at all.
+    trace : int or None
+        Report what every step read and where its time went, and of every token the distribution before and after each
+        knob, with this many of the most likely tokens: `RequestOutput.trace`. None: nothing.
     include_stop_str_in_output : bool, default False
         Leave the stop string (or the text of the stop token) at the end of the text.
     skip_special_tokens : bool, default True
@@ -86,6 +89,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    trace: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -106,6 +110,7 @@ class SamplingParams:
             self._number(name, -2.0, 2.0)
         self._int("seed", 0, 2**64 - 1, optional=True)
         self._int("logprobs", 0, None, optional=True)
+        self._int("trace", 0, None, optional=True)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise _refusal(name, value, "True or False")

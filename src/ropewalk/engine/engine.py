@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.backend.base import Backend, Float32Array, StepBatch, StepRecord
 from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
 from ropewalk.engine.pages import PagePool, pages_for
 from ropewalk.engine.prefix import PrefixCache
+from ropewalk.engine.recorder import Recorder
 from ropewalk.engine.request import FinishReason, Request
 from ropewalk.engine.sampler import choose, logprob
 from ropewalk.engine.scheduler import Chunk, Scheduler
@@ -82,6 +83,7 @@ class Engine:
         self.cache: Any = backend.new_cache(self._n_pages, cache_dtype)
         self._ids = itertools.count()
         self._counters = Counters()
+        self._recorder: Recorder | None = None  # of this step, if one of its requests wants a trace
 
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._n_pages)
@@ -177,14 +179,27 @@ class Engine:
         requests with "abort" and is raised again; the engine can be used afterwards.
         """
         started_s = time.perf_counter()
+        record = StepRecord()
+        self._recorder = None
         try:
             chunks = self.scheduler.schedule()
             if not chunks:
                 return []
             if copies := self.scheduler.tables.take_copies():
                 self.cache.copy_pages(copies)
-            logits = self.backend.forward(self._batch(chunks), self.cache)
+            batch = self._batch(chunks)
+            if any(chunk.request.params.trace is not None for chunk in chunks):
+                self._recorder = Recorder(record, chunks)
+                record.lap("schedule")
+                logits = self.backend.forward(batch, self.cache, record)
+                record.lap("finish")
+                pages = {"pages_used": self.scheduler.tables.pool.n_used, "pages_total": self._n_pages}
+            else:
+                logits = self.backend.forward(batch, self.cache)
             changed = self._advance(chunks, logits)
+            if self._recorder is not None:
+                page_bytes = self.cache.bytes_per_page
+                self._recorder.finish(self._counters.steps, page_bytes=page_bytes, **pages)
         except BaseException:
             self._abort_all()
             raise
@@ -268,10 +283,15 @@ class Engine:
 
     def _draw(self, request: Request, logits: Float32Array) -> None:
         """Draw and append one token. A failure here is this request's alone."""
+        recorder = self._recorder
         try:
+            if recorder is not None:
+                recorder.before_draw()
             token = choose(
                 logits, request.params, request.context, seed=request.seed, position=request.n_tokens
             )
+            if recorder is not None:
+                recorder.after_draw(request, logits, token)
             if request.params.logprobs is not None:
                 request.logprobs.append(logprob(logits, token, request.params.logprobs))
             request.append(token)

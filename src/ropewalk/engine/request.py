@@ -16,6 +16,7 @@ from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.pages import pages_for
 from ropewalk.engine.prefix import Node
 from ropewalk.engine.sampler import Context, Logprob
+from ropewalk.engine.trace import StepTrace, TokenTrace
 from ropewalk.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -60,6 +61,8 @@ class Request:
         What its output must follow.
     logprobs : list of Logprob
         One for each output token if they were asked for.
+    traced_steps, traced_tokens : list of StepTrace, list of TokenTrace
+        What it did, if it is traced.
     arrived_s, started_s, first_token_s, last_token_s : float
         `time.perf_counter()` when the request was added, first ran, and got its first and latest token.
     """
@@ -85,6 +88,8 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     logprobs: list[Logprob] = field(default_factory=list)
+    traced_steps: list[StepTrace] = field(default_factory=list, repr=False)
+    traced_tokens: list[TokenTrace] = field(default_factory=list, repr=False)
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0

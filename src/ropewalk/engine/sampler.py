@@ -107,6 +107,17 @@ class Candidates:
         """Probabilities, float64 [c]; they sum to 1."""
         return self.weights / float(self.weights.sum())
 
+    @property
+    def entropy(self) -> float:
+        """Of the distribution, in nats: the logarithm of the weights' sum less the mean score."""
+        mean = np.sum(self.probabilities * np.where(self.weights > 0, self.scores, 0.0))
+        return float(np.log(self.weights.sum()) - mean)
+
+    def probabilities_of(self, ids: Indices) -> Numbers:
+        """Probabilities of some tokens; 0 for those that cannot be drawn."""
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[at] == ids, self.probabilities[at], 0.0)
+
     def keep(self, which: NDArray[np.bool_] | Indices) -> Candidates:
         """Those at `which`: a mask, or ascending indices."""
         return replace(self, ids=self.ids[which], logits=self.logits[which])
