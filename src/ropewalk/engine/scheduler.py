@@ -116,15 +116,15 @@ class Scheduler:
         return self.tables.missing(request, request.pages_soon)
 
     def _prompt_is_under_way(self, request: Request) -> bool:
-        """Whether another completion of the prompt is about to have pages that this one can share."""
-        return any(r in self.running and r.n_computed < r.n_prompt - 1 for r in request.group)
+        """Whether a relative of the same prompt is about to have pages that this one can share."""
+        return any(r in self.running and r.n_computed < r.n_prompt - 1 for r in request.family)
 
     def _reuse(self, request: Request) -> None:
         self._count(request, self.tables.reuse(request))
 
     def _count(self, request: Request, n_found: int) -> None:
         if not request.n_preempted:
-            request.n_cached += n_found
+            request.n_cached = min(request.n_cached + n_found, request.n_prompt)
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Get the pages for a chunk, from the last in rank if need be; False if that is the request itself."""
@@ -151,6 +151,7 @@ class Scheduler:
         for request in everybody:
             assert request.finish_reason is None
             assert request.pages or request in self.running or not request.n_computed
-            assert 0 <= request.n_computed < request.n_tokens < len(request.tokens)
+            assert 0 <= request.n_computed < request.n_window < len(request.window)
+            assert request.slide is None or request.n_window < request.slide.context_length
         for request in self.waiting:
             assert not request.pages, "a waiting request holds pages"

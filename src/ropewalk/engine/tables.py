@@ -2,8 +2,9 @@
 
 A request holds exactly the pages of its computed positions, so it wastes less than one. The table grows just
 before a step (`extend`) and counts as computed just after it (`commit`); `reuse` instead takes over pages that are
-computed already, of the prefix cache or of another completion of the same prompt. A page is written only while one
-table lists it and the prefix cache does not keep it; otherwise `extend` puts a copy in its place first.
+computed already, of the prefix cache or of a relative that begins with the same tokens: another completion of the
+prompt, or a fork. A page is written only while one table lists it and the prefix cache does not keep it; otherwise
+`extend` puts a copy in its place first.
 
 This is the one place that moves a request's `n_computed`. It does not decide who runs.
 """
@@ -49,31 +50,30 @@ class PageTables:
         if self.prefix is None:
             return
         nodes, pages = list(request.nodes), request.pages
-        for i in range(len(nodes), request.n_tokens // PAGE_SIZE):
+        for i in range(len(nodes), request.n_window // PAGE_SIZE):
             node = self.prefix.find(nodes[-1] if nodes else None, request.block(i))
             if node is None:
                 break
             self.pool.share([node.page])
             pages.append(node.page)
             nodes.append(node)
-        request.n_computed = max(request.n_computed, min(len(nodes) * PAGE_SIZE, request.n_tokens - 1))
+        request.n_computed = max(request.n_computed, min(len(nodes) * PAGE_SIZE, request.n_window - 1))
         request.nodes = nodes[: request.n_computed // PAGE_SIZE]
 
     def _reuse_shared(self, request: Request) -> None:
-        """Take over the prompt from another completion of it, the page that it ends in included.
+        """Take over what a relative has computed of the same tokens, the page in which they part included.
 
         Where there is a prefix cache it has all other pages, so `nodes` is complete already.
         """
-        end = min(request.n_prompt, request.n_tokens - 1)
-        if request.n_computed >= end:
+        others = [other for other in request.family if other is not request and other.pages]
+        if not others:
             return
-        for other in request.group:
-            if other is not request and other.n_computed >= end:
-                pages = other.pages[len(request.pages) : pages_for(end)]
-                self.pool.share(pages)
-                request.pages += pages
-                request.n_computed = end
-                return
+        other = max(others, key=request.common)
+        if (common := request.common(other)) > request.n_computed:
+            pages = other.pages[len(request.pages) : pages_for(common)]
+            self.pool.share(pages)
+            request.pages += pages
+            request.n_computed = common
 
     def missing(self, request: Request, n_pages: int) -> int:
         """Return how many free pages it takes until a request has `n_pages`, the last of them its own to write.
