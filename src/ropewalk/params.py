@@ -58,6 +58,17 @@ class SamplingParams:
     logprobs : int or None
         Report the log-probability of every generated token and of this many most likely ones, under the
         raw distribution of the model, before any knob. None: none at all.
+    truncate_prompt_tokens : int or None, default None
+        Leave out the middle of a longer prompt, so that this many tokens are left: those that `keep_tokens` says, and
+        the last ones. In a chat whole turns are left out, the oldest first. -1: only if it does not fit into the
+        context, and then so much that `max_tokens` fit as well, but no more than half of it. None: a prompt that does
+        not fit is refused. `RequestOutput.n_truncated` and a warning tell what was left out.
+    slide : bool, default False
+        When the context is full, go on: the older half of what is not kept leaves it, in whole pages, and the rest is
+        computed anew. False: the output ends there. `CompletionOutput.n_dropped` tells how many tokens have left.
+    keep_tokens : int or None, default None
+        Tokens at the beginning of the prompt that neither of the two leaves out. None: the start token, and in a chat
+        all system messages at its beginning.
     trace : int or None
         Report what every step read and where its time went, and of every token the distribution before and after each
         knob, with this many of the most likely tokens: `RequestOutput.trace`. None: nothing.
@@ -90,6 +101,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     trace: int | None = None
+    truncate_prompt_tokens: int | None = None
+    slide: bool = False
+    keep_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -111,9 +125,15 @@ class SamplingParams:
         self._int("seed", 0, 2**64 - 1, optional=True)
         self._int("logprobs", 0, None, optional=True)
         self._int("trace", 0, None, optional=True)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        self._int("truncate_prompt_tokens", -1, None, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise _refusal("truncate_prompt_tokens", 0, "an integer of at least 1, -1 or None")
+        self._int("keep_tokens", 0, None, optional=True)
+        for name in ("slide", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise _refusal(name, value, "True or False")
+        if self.slide and self.max_tokens is None:
+            raise _refusal("max_tokens", None, "with slide, a number: the context sets no end")
         self._set("logit_bias", _checked_bias(self.logit_bias))
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_ids(self.stop_token_ids))

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from ropewalk.backend.base import Backend, Float32Array, StepBatch, StepRecord
 from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
+from ropewalk.engine.overflow import MIN_ROOM, Slide
 from ropewalk.engine.pages import PagePool, pages_for
 from ropewalk.engine.prefix import PrefixCache
 from ropewalk.engine.recorder import Recorder
@@ -131,9 +133,8 @@ class Engine:
             If `params` names token ids outside the vocabulary.
         """
         self.validate(prompt, params)
-        room = self.context_length - len(prompt)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
+        max_tokens, slide = self._limits(len(prompt), params)
+        seed = fresh_seed() if params.seed is None else params.seed
         group: list[Request] = []
         for index in range(params.n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
@@ -148,6 +149,7 @@ class Engine:
                 n_tokens=len(prompt),
                 index=index,
                 group=group,
+                slide=slide,
                 priority=priority,
                 cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
                 constraint=constraint.fork() if constraint else None,
@@ -157,6 +159,69 @@ class Engine:
             self.scheduler.add(request)
         return group[0]
 
+    def fork(
+        self,
+        request: Request,
+        params: SamplingParams | None = None,
+        *,
+        n_output: int | None = None,
+        priority: int | None = None,
+    ) -> Request:
+        """Queue a request that has the prompt of another and its output so far, and goes on by itself.
+
+        It draws what it would have drawn had its output begun like this, whatever becomes of the other: penalties,
+        `min_tokens` and `max_tokens` count the output that it took over. All pages of both are shared until one of them
+        writes; as long as one is there nothing is computed again.
+
+        Parameters
+        ----------
+        request : Request
+            Waiting, running or ended.
+        params : SamplingParams, optional
+            For what comes next; `n` must be 1. Default: those of the other, with a fresh seed.
+        n_output : int, optional
+            How many tokens of its output to take over. Default: all.
+        priority : int, optional
+            Default: that of the other.
+
+        Raises
+        ------
+        InvalidParameterError
+            If `params` do not fit the model or what is taken over: an end token is in it, it reaches `max_tokens`, or
+            it has no log-probabilities such as they ask for.
+        """
+        params = replace(request.params, n=1, seed=None) if params is None else params
+        n_output = request.n_output if n_output is None else n_output
+        self._validate_fork(request, params, n_output)
+        n_tokens = request.n_prompt + n_output
+        max_tokens, slide = self._limits(request.n_prompt, params)
+        tokens = np.zeros(request.n_prompt + max_tokens, dtype=np.int32)
+        tokens[:n_tokens] = request.tokens[:n_tokens]
+        group: list[Request] = []
+        family = [r for r in request.family if r.finish_reason is None]
+        fork = Request(
+            id=next(self._ids),
+            params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            end_ids=frozenset() if params.ignore_eos else self.end_ids,
+            tokens=tokens,
+            n_prompt=request.n_prompt,
+            n_tokens=n_tokens,
+            group=group,
+            family=family,
+            slide=slide,
+            priority=request.priority if priority is None else priority,
+            cache_key=request.cache_key,
+            logprobs=[] if params.logprobs is None else request.logprobs[:n_output],
+            arrived_s=time.perf_counter(),
+        )
+        group.append(fork)
+        family.append(fork)
+        for relative in family:
+            relative.family = family
+        self.scheduler.add(fork)
+        return fork
+
     def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise what `add_request` would raise, without adding anything."""
         check_prompt(
@@ -165,12 +230,53 @@ class Engine:
             most=self.context_length - 1,
             context_length=self.context_length,
         )
+        self._validate_params(params)
+
+    def _validate_params(self, params: SamplingParams) -> None:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
             for token in ids:
                 if token >= self.backend.config.vocab_size:
                     raise InvalidParameterError(
                         f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
                     )
+        most = self.context_length - MIN_ROOM
+        if params.slide and most < 0:
+            raise InvalidParameterError(
+                f"slide is True in a context of {self.context_length}; allowed: in one of at least {MIN_ROOM}"
+            )
+        if params.slide and (params.keep_tokens or 0) > most:
+            raise InvalidParameterError(
+                f"keep_tokens is {params.keep_tokens}; allowed with slide: at most {most}, in a context of "
+                f"{self.context_length}"
+            )
+
+    def _validate_fork(self, request: Request, params: SamplingParams, n_output: int) -> None:
+        self._validate_params(params)
+        if params.n != 1:
+            raise InvalidParameterError(f"n is {params.n}; allowed for a fork: 1")
+        if not 0 <= n_output <= request.n_output:
+            raise InvalidParameterError(f"n_output is {n_output}; allowed: 0 ... {request.n_output}")
+        max_tokens, _ = self._limits(request.n_prompt, params)
+        if n_output >= max_tokens:
+            raise InvalidParameterError(
+                f"max_tokens is {max_tokens}; allowed for this fork: more than the {n_output} that it takes over"
+            )
+        ends = params.stop_ids | (frozenset() if params.ignore_eos else self.end_ids)
+        if found := [token for token in request.output[:n_output] if token in ends]:
+            raise InvalidParameterError(
+                f"the output to be forked has the end token {found[0]}; allowed: with ignore_eos, or before it"
+            )
+        if n_output and params.logprobs not in (None, request.params.logprobs):
+            raise InvalidParameterError(
+                f"logprobs is {params.logprobs}; allowed for this fork: {request.params.logprobs}, or None"
+            )
+
+    def _limits(self, n_prompt: int, params: SamplingParams) -> tuple[int, Slide | None]:
+        """Most tokens of an output, and what happens when the context is full."""
+        room = self.context_length - n_prompt
+        if not params.slide or params.max_tokens is None:
+            return min(params.max_tokens or room, room), None
+        return params.max_tokens, Slide(self.context_length, min(params.keep_tokens or 0, n_prompt))
 
     def step(self) -> list[Request]:
         """Run one batch; return the requests that got a token or failed.
@@ -248,7 +354,7 @@ class Engine:
         for row, (request, count) in enumerate((chunk.request, chunk.count) for chunk in chunks):
             start = request.n_computed
             request.started_s = request.started_s or now
-            tokens.append(request.tokens[start : start + count])
+            tokens.append(request.window[start : start + count])
             positions.append(np.arange(start, start + count, dtype=np.int32))
             tables[row, : len(request.pages)] = request.pages
         ends = np.cumsum(counts) - 1
@@ -269,9 +375,10 @@ class Engine:
             self.scheduler.tables.commit(request, count)
             self._counters.computed_tokens += count
             if request.n_pending == 0:
+                n_dropped = request.n_dropped
                 self._draw(request, next(rows))
                 changed.append(request)
-                if not self.keep_cache:
+                if request.n_dropped > n_dropped or not self.keep_cache:
                     self.scheduler.tables.drop(request)
             if request.finish_reason is not None:
                 self._end(request)
@@ -311,6 +418,11 @@ class Engine:
         n_preempted = self.scheduler.n_preempted
         self.scheduler = self._new_scheduler()
         self.scheduler.n_preempted = n_preempted
+
+
+def fresh_seed() -> int:
+    """A seed from the operating system."""
+    return int.from_bytes(os.urandom(8), "little")
 
 
 def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int, context_length: int) -> None:

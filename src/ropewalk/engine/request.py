@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE
 from ropewalk.engine.constraint import Constraint
+from ropewalk.engine.overflow import Slide
 from ropewalk.engine.pages import pages_for
 from ropewalk.engine.prefix import Node
 from ropewalk.engine.sampler import Context, Logprob
@@ -39,8 +40,16 @@ class Request:
         Prompt, then output; the first `n_tokens` are known.
     n_prompt, n_tokens, max_tokens : int
         Tokens of the prompt, of prompt and output so far, and the most that the output can have.
+    slide : Slide or None
+        What happens when the context is full; None: the output has no room for more than fits.
+    window : int32 [len(tokens) - n_dropped]
+        What the model sees, at positions from 0: `tokens`, without what has left the context.
+    n_dropped : int
+        Tokens that have left it.
     index, group
         Which completion of its prompt it is, and all of them in order, itself included.
+    family : list of Request
+        Those that it may share pages with: its group, and all forks of its members.
     priority : int
         Smaller ones run first.
     cache_key : bytes
@@ -76,6 +85,9 @@ class Request:
     n_tokens: int
     index: int = 0
     group: list[Request] = field(default_factory=list, repr=False)
+    family: list[Request] = field(default_factory=list, repr=False)
+    slide: Slide | None = None
+    n_dropped: int = 0
     priority: int = 0
     cache_key: bytes = b""
     constraint: Constraint | None = None
@@ -94,6 +106,11 @@ class Request:
     started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    window: NDArray[np.int32] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.family = self.family or self.group
+        self._slide()
 
     @property
     def max_tokens(self) -> int:
@@ -111,9 +128,14 @@ class Request:
         return [int(token) for token in self.tokens[self.n_prompt : self.n_tokens]]
 
     @property
+    def n_window(self) -> int:
+        """Known tokens that the model sees."""
+        return self.n_tokens - self.n_dropped
+
+    @property
     def n_pending(self) -> int:
-        """Known tokens that are not computed yet; the next token is drawn when there are none left."""
-        return self.n_tokens - self.n_computed
+        """Tokens of the window that are not computed yet; the next token is drawn when there are none left."""
+        return self.n_window - self.n_computed
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -123,12 +145,19 @@ class Request:
     @property
     def pages_soon(self) -> int:
         """Pages for its known tokens and one page more, or to its end; the last token drawn is never computed."""
-        return pages_for(min(self.n_tokens + PAGE_SIZE, len(self.tokens) - 1))
+        most = len(self.window) if self.slide is None else min(len(self.window), self.slide.context_length)
+        return pages_for(min(self.n_window + PAGE_SIZE, most - 1))
 
     def block(self, i: int) -> bytes:
         """What the values in its page i follow from, besides the pages before it."""
-        tokens = self.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
+        tokens = self.window[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
         return tokens if i else self.cache_key + tokens
+
+    def common(self, other: Request) -> int:
+        """Computed positions of another request that this one can take over, all but its last token's at most."""
+        n = min(other.n_computed, self.n_window - 1)
+        differ = np.flatnonzero(self.window[:n] != other.window[:n])
+        return int(differ[0]) if len(differ) else n
 
     @property
     def context(self) -> Context:
@@ -141,8 +170,11 @@ class Request:
         )
 
     def append(self, token: int) -> None:
-        """Add a drawn token, and end if it ends the generation."""
-        self.tokens[self.n_tokens] = token
+        """Add a drawn token, and end if it ends the generation; else a full context slides.
+
+        What is computed is then computed for other positions than the window's: `PageTables.drop` must follow.
+        """
+        self.tokens[self.n_tokens] = self.window[self.n_window] = token
         self.n_tokens += 1
         if self.constraint is not None:
             self.constraint.accept(token)
@@ -154,3 +186,13 @@ class Request:
             self.finish_reason = "stop"
         elif self.n_output == self.max_tokens:
             self.finish_reason = "length"
+        elif self.slide is not None and self.n_window == self.slide.context_length:
+            self._slide()
+
+    def _slide(self) -> None:
+        if self.slide is None or not (dropped := self.slide.dropped(self.n_tokens)):
+            self.window = self.tokens
+            return
+        keep = self.slide.keep
+        self.n_dropped = dropped
+        self.window = np.concatenate([self.tokens[:keep], self.tokens[keep + dropped :]])
