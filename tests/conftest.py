@@ -1,8 +1,11 @@
 """Fixtures shared by all tests: where the real models are."""
 
+import importlib.util
+import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 MODEL_FILES = {
@@ -41,3 +44,36 @@ def model_path():
 def smollm2(model_path) -> Path:
     """The default model, SmolLM2-135M-Instruct Q4_1."""
     return model_path("smollm2-135m")
+
+
+FAMILY_FIXTURES = sorted((Path(__file__).parent / "data" / "families").glob("*.npz"))
+"""One for each family, made by `tools/fixtures/families.py`."""
+
+
+class TinyModel:
+    """A family's tiny model in memory, standing in for a file: float32 weights, metadata, expected logits."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as data:
+            model = json.loads(str(data["model"]))
+            self.ids, self.rows, self.logits = data["ids"], data["rows"], data["logits"]
+        self.metadata = model["metadata"]
+        self.tensors = {name: _weight(name, tuple(shape)) for name, shape in model["tensors"].items()}
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self.tensors[name]
+
+
+def _weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    spec = importlib.util.spec_from_file_location(
+        "weights", Path(__file__).parents[1] / "tools/fixtures/weights.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.weight(name, shape)
+
+
+@pytest.fixture(params=FAMILY_FIXTURES, ids=lambda path: path.stem)
+def family_model(request) -> TinyModel:
+    """The tiny model of each family in turn."""
+    return TinyModel(request.param)

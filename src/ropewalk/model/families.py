@@ -185,6 +185,7 @@ FAMILIES: Mapping[str, Family] = {
         "halves",
         layer_norm=True,
         ffn_norm=("ffn_norm", "attn_norm"),
+        biases=("attn_norm", "output_norm"),
         qk_norm="each head",
         qk_norm_optional=True,
     ),
