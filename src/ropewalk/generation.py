@@ -139,7 +139,7 @@ class _Completion:
         if last:
             text += decoder.finish()
         if decoder.stop_hit is not None:
-            engine.finish(request, "stop", decoder.stop_hit)
+            engine.finish(request, "stop", decoder.stop_hit, n_output=self.n_taken)
         return text
 
     @property

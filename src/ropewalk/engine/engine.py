@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ropewalk.engine.recorder import Recorder
 from ropewalk.engine.request import FinishReason, Request
 from ropewalk.engine.sampler import choose, logprob
 from ropewalk.engine.scheduler import Chunk, Scheduler
+from ropewalk.engine.speculative.speculator import Speculator
 from ropewalk.engine.statistics import Counters, Statistics
 from ropewalk.engine.tables import PageTables
 from ropewalk.errors import InvalidParameterError, PromptError
@@ -55,6 +56,8 @@ class Engine:
         the same tokens at a cost that grows with the square of the length. For comparison only.
     prefix_cache : bool
         Keep full pages for later requests that begin with the same tokens.
+    speculator : Speculator, optional
+        Guesses tokens, so that a step can check several of a request. Needs `keep_cache`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Engine:
         token_budget: int = 512,
         keep_cache: bool = True,
         prefix_cache: bool = True,
+        speculator: Speculator | None = None,
     ) -> None:
         if kv_tokens < context_length:
             raise InvalidParameterError(
@@ -79,6 +83,8 @@ class Engine:
         self.end_ids = frozenset(end_ids)
         self.keep_cache = keep_cache
         self.prefix_cache = prefix_cache and keep_cache
+        self.speculator = speculator if keep_cache else None
+        self._cache_dtype = cache_dtype
         self._max_batch, self._token_budget = max_batch, token_budget
         self._n_pages = pages_for(kv_tokens)
         self.scheduler = self._new_scheduler()
@@ -90,6 +96,8 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._n_pages)
         tables = PageTables(pool, PrefixCache(pool) if self.prefix_cache else None)
+        if self.speculator is not None:
+            self.speculator.start(pool, self._cache_dtype)
         return Scheduler(tables, max_batch=self._max_batch, token_budget=self._token_budget)
 
     @property
@@ -292,8 +300,11 @@ class Engine:
             if not chunks:
                 return []
             if copies := self.scheduler.tables.take_copies():
-                self.cache.copy_pages(copies)
+                self._copy_pages(copies)
+            if self.speculator is not None:
+                chunks = self.speculator.extend(chunks, self.scheduler.tables, self._token_budget)
             batch = self._batch(chunks)
+            forward_s = time.perf_counter()
             if any(chunk.request.params.trace is not None for chunk in chunks):
                 self._recorder = Recorder(record, chunks)
                 record.lap("schedule")
@@ -302,6 +313,8 @@ class Engine:
                 pages = {"pages_used": self.scheduler.tables.pool.n_used, "pages_total": self._n_pages}
             else:
                 logits = self.backend.forward(batch, self.cache)
+            if self.speculator is not None and len(batch.logit_rows) == len(batch.tokens):
+                self.speculator.pace.measured(len(batch.tokens), time.perf_counter() - forward_s)
             changed = self._advance(chunks, logits)
             if self._recorder is not None:
                 page_bytes = self.cache.bytes_per_page
@@ -314,13 +327,22 @@ class Engine:
         return changed
 
     def finish(
-        self, request: Request, reason: FinishReason = "abort", stop_reason: int | str | None = None
+        self,
+        request: Request,
+        reason: FinishReason = "abort",
+        stop_reason: int | str | None = None,
+        *,
+        n_output: int | None = None,
     ) -> None:
         """End a request now, from outside.
 
         One that has ended already keeps its reason if the new one is "abort"; otherwise the new one counts,
-        since a stop string may stand in the last token that fits.
+        since a stop string may stand in the last token that fits. It ends after `n_output` tokens, if that is given: a
+        step that checks guesses may have drawn some that stand after a stop string.
         """
+        if n_output is not None and n_output < request.n_output:
+            self._counters.cut(request, request.n_output - n_output)
+            request.cut(n_output)
         if request.finish_reason is None:
             self._end(request)
         elif reason == "abort":
@@ -345,44 +367,70 @@ class Engine:
         """Prove that pages and queues are consistent; raises AssertionError."""
         self.scheduler.check()
 
+    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.cache.copy_pages(pairs)
+        if self.speculator is not None:
+            self.speculator.drafter.copy_pages(pairs)
+
     def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
-        """Lay the chunks out one after another; a chunk that ends its request's tokens wants logits."""
+        """Lay the chunks out one after another; one that ends its request's tokens wants logits of the last and of
+        the guesses after it."""
         now = time.perf_counter()
-        counts = [chunk.count for chunk in chunks]
+        counts = [chunk.count + len(chunk.guesses) for chunk in chunks]
         tokens, positions = [], []
+        wanted: list[int] = []
         tables = np.zeros((len(chunks), max(len(chunk.request.pages) for chunk in chunks)), dtype=np.int32)
-        for row, (request, count) in enumerate((chunk.request, chunk.count) for chunk in chunks):
-            start = request.n_computed
+        for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+            request, start = chunk.request, chunk.request.n_computed
             request.started_s = request.started_s or now
-            tokens.append(request.window[start : start + count])
+            tokens += [request.window[start : start + chunk.count], np.array(chunk.guesses, np.int32)]
             positions.append(np.arange(start, start + count, dtype=np.int32))
             tables[row, : len(request.pages)] = request.pages
-        ends = np.cumsum(counts) - 1
-        wanted = [chunk.count == chunk.request.n_pending for chunk in chunks]
+            if chunk.count == request.n_pending:
+                end = sum(counts[: row + 1])
+                wanted += range(end - 1 - len(chunk.guesses), end)
         return StepBatch(
             tokens=np.concatenate(tokens),
             positions=np.concatenate(positions),
             sequences=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
             page_tables=tables,
-            logit_rows=ends[wanted].astype(np.int32),
+            logit_rows=np.array(wanted, dtype=np.int32),
         )
 
     def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:
         """Count the chunks as computed, and draw for each request that has no pending token left."""
         rows = iter(logits)
         changed = []
-        for request, count in ((chunk.request, chunk.count) for chunk in chunks):
-            self.scheduler.tables.commit(request, count)
-            self._counters.computed_tokens += count
+        for chunk in chunks:
+            request = chunk.request
+            self.scheduler.tables.commit(request, chunk.count)
+            self._counters.computed_tokens += chunk.count + len(chunk.guesses)
             if request.n_pending == 0:
-                n_dropped = request.n_dropped
-                self._draw(request, next(rows))
+                self._draw_run(chunk, rows)
                 changed.append(request)
-                if request.n_dropped > n_dropped or not self.keep_cache:
-                    self.scheduler.tables.drop(request)
             if request.finish_reason is not None:
                 self._end(request)
         return changed
+
+    def _draw_run(self, chunk: Chunk, rows: Iterator[Float32Array]) -> None:
+        """Draw one token, and one more after each guess that turns out right; then keep what was computed of them."""
+        request, tables = chunk.request, self.scheduler.tables
+        before, n_dropped = request.n_tokens, request.n_dropped
+        going = True
+        for guess in (*chunk.guesses, None):
+            logits = next(rows)  # also those that are of no use
+            if going:
+                self._draw(request, logits)
+                going = request.finish_reason is None and request.tokens[request.n_tokens - 1] == guess
+        if request.n_dropped > n_dropped or not self.keep_cache:
+            tables.drop(request)
+        elif self.speculator is not None:
+            tables.commit(request, max(0, request.n_tokens - before - 1))
+            tables.trim(request)
+        if self.speculator is not None:
+            drawn = request.tokens[before : request.n_tokens].tolist()
+            self._counters.drafted_tokens += len(chunk.guesses)
+            self._counters.accepted_tokens += self.speculator.settle(chunk, drawn)
 
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)

@@ -37,6 +37,8 @@ class PagePool:
     ----------
     on_evict : callable (page: int), optional
         Told before an idle page is handed out; its contents are lost from then on.
+    births : list of int [n_pages]
+        How often each page was allocated: what somebody knows of a page's contents ends with its next birth.
     """
 
     def __init__(self, n_pages: int) -> None:
@@ -46,6 +48,7 @@ class PagePool:
         self._idle: dict[int, None] = {}  # in order of release
         self._kept: set[int] = set()
         self._counts = [0] * n_pages
+        self.births = [0] * n_pages
 
     @property
     def n_free(self) -> int:
@@ -77,6 +80,7 @@ class PagePool:
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(n)]
         for page in pages:
             self._counts[page] = 1
+            self.births[page] += 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:

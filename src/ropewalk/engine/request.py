@@ -64,6 +64,8 @@ class Request:
         Tokens of the prompt that were found computed when the request first ran.
     n_preempted : int
         How often it had to give up its pages and wait.
+    n_drafted, n_accepted : int
+        Guesses of its tokens that were checked, and how many of them were right.
     finish_reason, stop_reason, error
         None until the end. `stop_reason` is the stop token or stop string; `error` belongs to "error".
     constraint : Constraint or None
@@ -96,6 +98,8 @@ class Request:
     nodes: list[Node] = field(default_factory=list, repr=False)
     n_cached: int = 0
     n_preempted: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -145,8 +149,13 @@ class Request:
     @property
     def pages_soon(self) -> int:
         """Pages for its known tokens and one page more, or to its end; the last token drawn is never computed."""
+        return pages_for(self.n_window + min(PAGE_SIZE, self.room - 1))
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be drawn before the output ends or the context slides."""
         most = len(self.window) if self.slide is None else min(len(self.window), self.slide.context_length)
-        return pages_for(min(self.n_window + PAGE_SIZE, most - 1))
+        return most - self.n_window
 
     def block(self, i: int) -> bytes:
         """What the values in its page i follow from, besides the pages before it."""
@@ -188,6 +197,13 @@ class Request:
             self.finish_reason = "length"
         elif self.slide is not None and self.n_window == self.slide.context_length:
             self._slide()
+
+    def cut(self, n_output: int) -> None:
+        """Forget the tokens of the output after these, which an end of the text leaves outside."""
+        self.n_tokens = self.n_prompt + n_output
+        self.error = None
+        del self.logprobs[n_output:]
+        self.traced_tokens = [traced for traced in self.traced_tokens if traced.position < self.n_tokens]
 
     def _slide(self) -> None:
         if self.slide is None or not (dropped := self.slide.dropped(self.n_tokens)):

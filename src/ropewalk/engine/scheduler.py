@@ -29,10 +29,11 @@ _BY_RANK = attrgetter("rank")
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `count` pending tokens of a request."""
+    """The next `count` pending tokens of a request, then guesses of those after them (see `engine.speculative`)."""
 
     request: Request
     count: int
+    guesses: tuple[int, ...] = ()
 
 
 class Scheduler:

@@ -26,6 +26,8 @@ class Counters:
     first_token_s: float = 0.0
     later_tokens: int = 0
     later_token_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def drawn(self, request: Request) -> None:
         """Count a token that a request has just got."""
@@ -43,6 +45,12 @@ class Counters:
         self.finished += 1
         self.later_tokens += max(0, request.n_output - 1)
         self.later_token_s += request.last_token_s - request.first_token_s
+
+    def cut(self, request: Request, n: int) -> None:
+        """Take back the last n tokens of a request, which stand after its end."""
+        self.generated_tokens -= n
+        if request.finish_reason is not None:
+            self.later_tokens -= n
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class Statistics:
         Requests that got a token, and the seconds from arrival to it, waiting included, of all of them together.
     later_tokens, later_token_s : int, float
         Tokens after the first of all requests that ended, and the seconds that they took together.
+    drafted_tokens, accepted_tokens : int
+        Guesses that were checked (`engine.speculative`), and how many of them were right.
     """
 
     running: int
@@ -94,11 +104,18 @@ class Statistics:
     first_token_s: float
     later_tokens: int
     later_token_s: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of the prompts' tokens that was found in the prefix cache; 0 before the first prompt."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the guesses that were right; 0 before the first."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -122,6 +122,12 @@ class PageTables:
                 request.pages[i] = node.page
             request.nodes.append(node)
 
+    def trim(self, request: Request) -> None:
+        """Give back pages that were made room for and then not needed: those of wrong guesses."""
+        n_pages = pages_for(request.n_computed)
+        self.pool.release(request.pages[n_pages:])
+        del request.pages[n_pages:]
+
     def drop(self, request: Request) -> None:
         """Give up all pages; what the request needs of them has to be computed, or found, again."""
         self.pool.release(request.pages)
