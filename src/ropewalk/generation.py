@@ -93,6 +93,8 @@ class Generation:
                 prefill_s=first.first_token_s - first.started_s,
                 decode_s=max(r.last_token_s for r in self.requests) - first.first_token_s,
                 time_to_first_token_s=first.first_token_s - first.arrived_s,
+                drafted_tokens=sum(r.n_drafted for r in self.requests),
+                accepted_tokens=sum(r.n_accepted for r in self.requests),
             ),
         )
 
@@ -121,8 +123,8 @@ class _Completion:
             try:
                 return self._chunk(self._text_of(token, engine), token)
             except Exception as error:  # a fault in decoding is this request's alone
+                engine.finish(request, "error", n_output=self.n_taken)
                 request.error = error
-                engine.finish(request, "error")
         if request.finish_reason == "error" and not self.ended:
             self._decoder.finish()
             self.ended = True
@@ -144,7 +146,8 @@ class _Completion:
 
     @property
     def _is_last(self) -> bool:
-        return self.request.finish_reason is not None and self.n_taken == self.request.n_output
+        ended = self.request.finish_reason not in (None, "error")  # a failure comes after the last token
+        return ended and self.n_taken == self.request.n_output
 
     def _chunk(self, text: str, token: int) -> StreamChunk:
         logprobs = self.request.logprobs

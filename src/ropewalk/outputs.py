@@ -30,6 +30,8 @@ class Timings:
         From its first token to its last, of all completions.
     time_to_first_token_s : float
         From its arrival to its first token, waiting included.
+    drafted_tokens, accepted_tokens : int
+        Guesses that were checked (with `LLM(draft=...)`), and how many of them were right, of all completions.
     """
 
     prompt_tokens: int
@@ -38,6 +40,13 @@ class Timings:
     decode_s: float
     time_to_first_token_s: float
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the guesses that were right; 0 without any."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def prefill_tps(self) -> float:
