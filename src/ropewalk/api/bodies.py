@@ -1,0 +1,229 @@
+"""Bodies of answers: their shapes, as OpenAI's clients parse them, and what several endpoints share.
+
+The shapes are also what the OpenAPI document says of answers.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
+
+from ropewalk import __version__
+from ropewalk.outputs import RequestOutput
+
+FINGERPRINT = f"ropewalk-{__version__}"
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CachedTokens(TypedDict):
+    """`prompt_tokens_details`."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of one request. A prompt counts once, however many completions it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TokenLogprob(TypedDict):
+    """One token of `top_logprobs`. `bytes` are the token's own, whole characters or not."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    """One token of the answer."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """`logprobs` of a chat choice."""
+
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class CalledFunctionBody(TypedDict):
+    """What the model calls; `arguments` is JSON text."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    """A call; `index` only in deltas."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionBody
+    index: NotRequired[int]
+
+
+class MessageBody(TypedDict):
+    """A message, or what a chunk adds to it."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    refusal: NotRequired[None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallBody]]
+
+
+class ChatChoice(TypedDict):
+    """One answer. `seed` gives it again, alone."""
+
+    index: int
+    message: MessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    seed: int | None
+
+
+class ChatBody(TypedDict):
+    """Of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChunkChoice(TypedDict):
+    """What a chunk adds to an answer."""
+
+    index: int
+    delta: MessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    seed: NotRequired[int | None]
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+class CompletionLogprobs(TypedDict):
+    """`logprobs` of a completion: lists of one item a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """One completion, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    seed: NotRequired[int | None]
+
+
+class CompletionBody(TypedDict):
+    """Of /v1/completions, whole or as a chunk."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TokenizeBody(TypedDict):
+    """Of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class DetokenizeBody(TypedDict):
+    """Of /detokenize."""
+
+    prompt: str
+
+
+class ModelBody(TypedDict):
+    """One model of /v1/models."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelsBody(TypedDict):
+    """Of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """Of every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
+    """Return what the outputs of a request cost together."""
+    timings = [output.timings for output in outputs]
+    read, made = sum(t.prompt_tokens for t in timings), sum(t.generated_tokens for t in timings)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": made,
+        "total_tokens": read + made,
+        "prompt_tokens_details": {"cached_tokens": sum(t.cached_tokens for t in timings)},
+    }
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh name such as `chatcmpl-0123...`."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+Event = dict[str, Any]

@@ -1,0 +1,284 @@
+"""/v1/chat/completions: messages to a prompt, and an answer to a message with content, reasoning and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ropewalk.api.answer import END_THINK, THINK, AnswerReader, Part
+from ropewalk.api.bodies import (
+    FINGERPRINT,
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    Event,
+    FinishReason,
+    MessageBody,
+    ToolCallBody,
+    new_id,
+    now,
+    usage_of,
+)
+from ropewalk.api.body import checked
+from ropewalk.api.errors import ApiError
+from ropewalk.api.logprobs import chat_logprob
+from ropewalk.api.requests import ChatRequest, ToolChoice
+from ropewalk.api.tasks import Find, Job, Task, constraint_of
+from ropewalk.api.tools import MISTRAL, ToolFormat
+from ropewalk.engine.sampler import Logprob
+from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
+from ropewalk.text.chat import encode_chat
+from ropewalk.text.grammar import After, GrammarConstraint
+
+if TYPE_CHECKING:
+    from ropewalk.engine.constraint import Constraint
+    from ropewalk.llm import LLM
+
+OURS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
+"""What `chat_template_kwargs` cannot set."""
+
+
+class Conversation:
+    """A conversation as the model gets it, and how its answers are read.
+
+    Parameters
+    ----------
+    llm : LLM
+    request : ChatRequest
+
+    Attributes
+    ----------
+    text : str
+        The prompt.
+    tool_format : ToolFormat or None
+        How calls are written; None if there are to be none.
+    """
+
+    def __init__(self, llm: LLM, request: ChatRequest) -> None:
+        template = llm.chat_template
+        if template is None:
+            raise ApiError("this model has no chat template; use /v1/completions", param="model")
+        choice = request.tool_choice or ("auto" if request.tools else "none")
+        functions = [tool.function.model_dump(exclude_none=True) for tool in request.tools or ()]
+        form = ToolFormat.of(template.source)
+        self.tool_format = form if choice != "none" else None
+        self.names = [function["name"] for function in functions]
+        self.required = choice != "auto"
+        if isinstance(choice, ToolChoice):
+            self.names = [choice.function.name]
+        self._functions = [function for function in functions if function["name"] in self.names]
+        self._parallel = request.parallel_tool_calls is not False and not isinstance(choice, ToolChoice)
+        messages = [message.as_dict() for message in request.messages]
+        tools = [{"type": "function", "function": f} for f in functions] if self.tool_format else None
+        if not form.explained_by_template:
+            messages, tools = form.explained(messages, functions if tools else ()), None
+        variables = request.chat_template_kwargs or {}
+        if wrong := OURS & variables.keys():
+            raise ApiError(f"chat_template_kwargs cannot set {min(wrong)!r}", param="chat_template_kwargs")
+        self.text = template.render(messages, tools=tools, **variables)
+        self.thinks = THINK in template.source or END_THINK in template.source
+        self.thinking = self.text.rstrip().endswith(THINK)
+        self._llm = llm
+
+    def reader(self) -> AnswerReader:
+        """Return a reader for one answer."""
+        return AnswerReader(
+            thinks=self.thinks, thinking=self.thinking, tools=self.tool_format, names=self.names
+        )
+
+    def constraint(self, wanted: Constraint | None) -> Constraint | None:
+        """Return what answers must follow: a structure that is wanted, or the form of calls."""
+        if self.tool_format is not None and self.required and wanted is not None:
+            raise ApiError(
+                "a required call cannot be combined with a structure of the answer", param="tool_choice"
+            )
+        if self.tool_format is not None and wanted is None:
+            grammar = self.tool_format.grammar(
+                self._functions, required=self.required, parallel=self._parallel, marker_id=self._marker_id
+            )
+            wanted = self._llm.grammars.lark(grammar)
+        if self.thinking and isinstance(wanted, GrammarConstraint):
+            return After(END_THINK, wanted, self._llm.tokenizer)
+        return wanted
+
+    @property
+    def _marker_id(self) -> int | None:
+        """The marker of calls as a control token, if it is one."""
+        marker = self.tool_format.marker if self.tool_format else ""
+        ids = self._llm.encode(marker, add_special=False) if marker else []
+        return ids[0] if len(ids) == 1 and self._llm.tokenizer.is_special(ids[0]) else None
+
+    @property
+    def shows_control_tokens(self) -> bool:
+        """Whether text must keep control tokens, because calls are recognised by one."""
+        return self.tool_format is not None and (self._marker_id is not None or self.tool_format is MISTRAL)
+
+
+class ChatTask(Task):
+    """One request to /v1/chat/completions."""
+
+    def __init__(self, body: dict[str, Any], find: Find) -> None:
+        request = checked(ChatRequest, body)
+        self.model, self.llm = find(request.model)
+        self.stream, self.user = bool(request.stream), request.user
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._logprobs = bool(request.logprobs)
+        self.conversation = conversation = Conversation(self.llm, request)
+        if conversation.shows_control_tokens:
+            request.skip_special_tokens = False
+        params = request.sampling_params(
+            max_tokens=request.max_completion_tokens or request.max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        constraint = conversation.constraint(constraint_of(self.llm, request, request.response_format))
+        self.jobs = [Job(encode_chat(self.llm.tokenizer, conversation.text), params, constraint)]
+        self._id, self._created = new_id("chatcmpl-"), now()
+        self._readers = [conversation.reader() for _ in range(params.n)]
+
+    # Whole.
+
+    def body(self, outputs: Sequence[RequestOutput]) -> ChatBody:
+        """The whole answer."""
+        (output,) = outputs
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "usage": usage_of(outputs),
+        }
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        reader = self.conversation.reader()
+        message = message_of(reader.push(completion.text) + reader.finish(), self._new_call_id)
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs_of(completion.logprobs or []),
+            "finish_reason": finish_reason(completion, reader),
+            "seed": completion.seed,
+        }
+
+    # Streamed.
+
+    def start(self) -> list[Event]:
+        """The role of every answer."""
+        first: MessageBody = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk(index, first) for index in range(self.jobs[0].params.n)]
+
+    def take(self, job: int, chunk: StreamChunk) -> list[Event]:
+        """Deltas, each of one kind; log-probabilities go with the first one."""
+        reader = self._readers[chunk.index]
+        parts = reader.push(chunk.text)
+        if chunk.completion is not None:
+            parts += reader.finish()
+        logprobs = self._logprobs_of([chunk.logprob] if chunk.logprob else [])
+        deltas = [self._delta(part) for part in parts]
+        if logprobs and logprobs["content"] and not deltas:
+            deltas = [{"content": ""}]
+        events = []
+        for delta in deltas:
+            events.append(self._chunk(chunk.index, delta, logprobs=logprobs))
+            logprobs = None
+        if chunk.completion is not None:
+            reason = finish_reason(chunk.completion, reader)
+            events.append(self._chunk(chunk.index, {}, reason=reason, seed=chunk.completion.seed))
+        return events
+
+    def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
+        """The usage, if it was asked for."""
+        if not self._include_usage:
+            return []
+        return [{**self._frame(), "choices": [], "usage": usage_of(outputs)}]
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """The error."""
+        return [error.body]
+
+    def _delta(self, part: Part) -> MessageBody:
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        if part.kind == "arguments":
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+        call = new_call(part.text, self._new_call_id())
+        return {"tool_calls": [{"index": part.index, **call}]}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: MessageBody,
+        *,
+        logprobs: ChatLogprobs | None = None,
+        reason: FinishReason | None = None,
+        seed: int | None = None,
+    ) -> Event:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        if seed is not None:
+            choice["seed"] = seed
+        usage = {"usage": None} if self._include_usage else {}
+        return {**self._frame(), "choices": [choice], **usage}
+
+    def _frame(self) -> ChatChunk:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": [],
+        }
+
+    def _logprobs_of(self, logprobs: Sequence[Logprob]) -> ChatLogprobs | None:
+        """Of all tokens but the end token, which is no text."""
+        if not self._logprobs:
+            return None
+        ends = self.llm.tokenizer.eos_ids
+        content = [chat_logprob(self.llm.tokenizer, each) for each in logprobs if each.token_id not in ends]
+        return {"content": content, "refusal": None}
+
+    def _new_call_id(self) -> str:
+        """Mistral's templates want nine letters and digits."""
+        fresh = new_id("")
+        return fresh[:9] if self.conversation.tool_format is MISTRAL else f"call_{fresh[:24]}"
+
+
+def message_of(parts: Sequence[Part], new_call_id: Any) -> MessageBody:
+    """Put the parts of a whole answer together."""
+    texts: dict[str, str] = {"content": "", "reasoning": ""}
+    calls: list[ToolCallBody] = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append(new_call(part.text, new_call_id()))
+        elif part.kind == "arguments":
+            calls[part.index]["function"]["arguments"] += part.text
+        else:
+            texts[part.kind] += part.text
+    content = texts["content"].rstrip() or None if calls else texts["content"]
+    message: MessageBody = {"role": "assistant", "content": content, "refusal": None}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def new_call(name: str, call_id: str) -> ToolCallBody:
+    """A call without arguments yet."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def finish_reason(completion: CompletionOutput, reader: AnswerReader) -> FinishReason:
+    """ "stop", "length", or "tool_calls" for an answer that ended with calls."""
+    if completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if reader.n_calls else "stop"

@@ -1,0 +1,131 @@
+"""From the body of a request to what is to be generated, and from outputs to the body of the answer.
+
+A `Task` has `jobs`, one a prompt, for `AsyncEngine.generate` or `stream`. Of a whole answer, `body(outputs)` is the
+body; of a streamed one, `start()`, `take(job, chunk)` for each chunk and `end(outputs)` give the events.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ropewalk.api.bodies import Event
+from ropewalk.api.errors import ApiError, near
+from ropewalk.api.requests import ResponseFormat, Sampling
+from ropewalk.outputs import RequestOutput, StreamChunk
+from ropewalk.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ropewalk.engine.constraint import Constraint
+    from ropewalk.llm import LLM
+
+Find = Callable[[str | None], tuple[str, "LLM"]]
+"""From the `model` of a body, or None, to its name and the model; raises ApiError."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt, for the engine."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    constraint: Constraint | None = None
+
+
+class Task(ABC):
+    """One request.
+
+    Attributes
+    ----------
+    model : str
+        The name by which the answer calls the model.
+    llm : LLM
+    stream : bool
+        Whether the client wants events.
+    user : str or None
+        What the client calls its user.
+    jobs : list of Job
+    """
+
+    model: str
+    llm: LLM
+    stream: bool
+    user: str | None
+    jobs: list[Job]
+
+    @property
+    def n_sequences(self) -> int:
+        """Completions of all prompts."""
+        return sum(job.params.n for job in self.jobs)
+
+    @abstractmethod
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The whole answer; an output for each job."""
+
+    @abstractmethod
+    def start(self) -> list[Event]:
+        """What is sent before anything is generated."""
+
+    @abstractmethod
+    def take(self, job: int, chunk: StreamChunk) -> list[Event]:
+        """What a chunk of a job adds."""
+
+    @abstractmethod
+    def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
+        """What is sent after the last chunk of the last job."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> list[Event]:
+        """What is sent in place of the rest when the request fails."""
+
+
+def make_task(path: str, body: dict[str, Any], find: Find) -> Task:
+    """Check a request and make its task. This may take a while: text is tokenized, a template runs.
+
+    Parameters
+    ----------
+    path : str
+        "/v1/chat/completions", "/v1/completions" or "/v1/responses".
+    body : dict
+        As `body.read_json` gives it.
+    find : function from the body's `model` to its name and the `LLM`
+
+    Raises
+    ------
+    ApiError
+        If the request cannot be answered.
+    RopewalkError
+        For `errors.as_api_error`: a template refuses the messages, a schema cannot be used, and so on.
+    """
+    from ropewalk.api.chat import ChatTask
+    from ropewalk.api.completions import CompletionTask
+    from ropewalk.api.responses import ResponseTask
+
+    tasks: dict[str, Callable[[dict[str, Any], Find], Task]] = {
+        "/v1/chat/completions": ChatTask,
+        "/v1/completions": CompletionTask,
+        "/v1/responses": ResponseTask,
+    }
+    if path not in tasks:
+        raise ApiError(f"unknown path{near(path, tasks)}", status=404)
+    return tasks[path](body, find)
+
+
+def constraint_of(llm: LLM, request: Sampling, response_format: ResponseFormat | None) -> Constraint | None:
+    """Return what the answer must follow; at most one of the ways to say it may be used."""
+    structured = response_format if response_format and response_format.type != "text" else None
+    ways = [
+        *(["response_format"] if structured else []),
+        *(name for name in ("regex", "grammar") if getattr(request, name) is not None),
+    ]
+    if len(ways) > 1:
+        raise ApiError(f"{ways[0]} and {ways[1]} cannot be combined", param=ways[1])
+    if structured is not None:
+        if structured.json_schema is None:
+            return llm.grammars.json_object()
+        return llm.grammars.json_schema(structured.json_schema.schema_)
+    if request.regex is not None:
+        return llm.grammars.regex(request.regex)
+    return None if request.grammar is None else llm.grammars.lark(request.grammar)
