@@ -24,7 +24,7 @@ def attend(q, k, v, *, position, first=0, **options):
     return attend_tile(q[None], k, v, position=position, window=window, **options)[0]
 
 
-def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False):
+def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False, sinks=None):
     """Run the kernel: q [tokens, G, d] at position and on, k and v written to pages that stand in the given order."""
     tokens, group, d = q.shape
     n_pages = -(-len(k) // 16)
@@ -47,6 +47,7 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False)
     tile = np.zeros((rows, A.query_row_bytes(d)), np.uint8)
     attend_in_order(
         A.attention_worker(group, tokens, int(int8)),
+        0 if sinks is None else sinks.ctypes.data,
         int8,
         q.copy(),
         tile,
@@ -63,7 +64,7 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False)
 
 
 @kernel
-def attend_in_order(worker, int8, q, tile, keys, table, position, window, cap, out, partial, scratch):
+def attend_in_order(worker, sinks, int8, q, tile, keys, table, position, window, cap, out, partial, scratch):
     tokens, group, d = q.shape
     rows = tokens * group
     for row in range(rows):
@@ -74,7 +75,7 @@ def attend_in_order(worker, int8, q, tile, keys, table, position, window, cap, o
             A.put_query(query, d, tile.ctypes.data + 4 * row, 4 * rows)
     state = np.zeros((tokens, group, 2), np.float32)
     for t in range(tokens):
-        A.begin(out[t].ctypes.data, state[t].ctypes.data, group, d)
+        A.begin(out[t].ctypes.data, state[t].ctypes.data, sinks, group, d)
     for partition in range((position + tokens - 1) // A.PARTITION + 1):
         at = position - A.PARTITION * partition
         pages = table[A.PARTITION * partition // A.PAGE :].ctypes.data
@@ -205,3 +206,12 @@ def test_a_tile_of_tokens_has_the_bits_of_each_token_alone(group, tokens, window
             alone = attend_tile(queries[t : t + 1], k[:n], v[:n], position=position + t, **options)
             assert np.array_equal(at_once[t], alone[0], equal_nan=True), (position, t)
         assert np.isfinite(at_once[:-1]).all()
+
+
+def test_a_sink_weighs_in_without_a_value():
+    q, k, v = random(300)
+    sinks = np.array([-3.0, 0.5, 8.0], np.float32)
+    s = q.astype(np.float64) @ k.astype(np.float16).astype(np.float64).T
+    p = np.exp(s) / (np.exp(s).sum(-1) + np.exp(sinks.astype(np.float64)))[:, None]
+    seen = attend(q, k, v, position=299, sinks=sinks)
+    assert np.max(np.abs(seen - p @ v.astype(np.float16).astype(np.float64))) < 2e-6

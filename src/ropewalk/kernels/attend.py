@@ -179,6 +179,11 @@ def _is_whole_tile(job, token):
 
 
 @inline
+def _sinks(layer, head):
+    return layer[Layer.SINKS] + 4 * head if layer[Layer.SINKS] != 0 else 0
+
+
+@inline
 def _out(job, token, head):
     return job[Job.ATTENDED] + 4 * job[Job.HEAD_DIM] * (job[Job.N_HEADS] * token + head)
 
@@ -201,7 +206,9 @@ def _attend_span(job, layer, number, first, last, h, g, partial, scores, state):
     heads, head = min(job[Job.PASS_HEADS], group - g), group * h + g
     begin_part, end_part = _partitions(job, layer, first)
     for token in range(first, last):
-        begin(_out(job, token, head), state + 8 * heads * (token - first), heads, head_dim)
+        begin(
+            _out(job, token, head), state + 8 * heads * (token - first), _sinks(layer, head), heads, head_dim
+        )
         low, high = _partitions(job, layer, token)
         begin_part, end_part = min(begin_part, low), max(end_part, high)
     for partition in range(begin_part, end_part):
@@ -268,7 +275,7 @@ def attend_split(tid, n_threads, words, job, layer, number):
         for g in range(0, group, pass_heads):
             heads = min(pass_heads, group - g)
             out = job[Job.ATTENDED] + 4 * head_dim * (n_heads * token + group * h + g)
-            begin(out, state, heads, head_dim)
+            begin(out, state, _sinks(layer, group * h + g), heads, head_dim)
             for partition in range(begin_part, end_part):
                 partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
                 merge(out, state, partial, heads, head_dim)

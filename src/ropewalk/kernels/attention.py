@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import inline, worker
-from ropewalk.kernels.pointwise import exp, soft_cap
+from ropewalk.kernels.pointwise import exp, round_within, soft_cap
 from ropewalk.kernels.simd import (
     F32,
     I32,
@@ -56,7 +56,6 @@ from ropewalk.kernels.simd import (
     load_u16,
     max_lane,
     maximum,
-    round_to_ints,
     splat,
     store_f32,
     store_floats,
@@ -78,7 +77,7 @@ MAX_GROUP = 8  # query heads that one pass serves; larger groups take several pa
 MAX_TILE_TOKENS = 8
 PARTIAL_FIELDS = 16
 _MINUS_INFINITY = np.float32(-np.inf)
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @intrinsic
@@ -248,7 +247,7 @@ def put_query_int8(q, head_dim, out, step):
     sum_high, sum_low = np.int32(0), np.int32(0)
     low_part, fields = out + step * (head_dim // 4), out + step * (head_dim // 2)
     for d in range(0, head_dim, 16):
-        x = round_to_ints(load_floats(q + 4 * d) * inverse)
+        x = round_within(load_floats(q + 4 * d) * inverse, np.float32(32512))
         at = q + 4 * d
         store_i8_of_ints(at, (x + 128) >> 8)
         store_i8_of_ints(at + 16, x)
@@ -287,11 +286,14 @@ def _softmax_partition(row, pages, low, high, cap):
 
 
 @inline
-def begin(out, state, group, head_dim):
-    """Nothing merged yet: `out` float32 [group, head_dim] is 0, `state` [group, 2] a maximum of -inf and a sum of 0."""
+def begin(out, state, sinks, group, head_dim):
+    """Nothing merged yet: `out` float32 [group, head_dim] is 0, `state` [group, 2] a maximum of -inf and a sum of 0.
+
+    `sinks` (float32 [group], 0 for none) are scores that weigh in without a value (Xiao et al. 2023, gpt-oss).
+    """
     for g in range(group):
-        store_f32(state + 8 * g, _MINUS_INFINITY)
-        store_f32(state + 8 * g + 4, _ZERO)
+        store_f32(state + 8 * g, load_f32(sinks + 4 * g) if sinks != 0 else _MINUS_INFINITY)
+        store_f32(state + 8 * g + 4, _ONE if sinks != 0 else _ZERO)
         for d in range(0, head_dim, 16):
             store_floats(out + 4 * (head_dim * g + d), splat(_ZERO))
 
@@ -466,7 +468,7 @@ def put_key_int8(page, scales, slot, x, head_dim):
     inverse = np.float32(127) / top if top > _ZERO else _ZERO
     store_f32(scales + 4 * slot, top / np.float32(127))
     for d in range(0, head_dim, 16):
-        store_i8_of_ints(x + 4 * d, round_to_ints(load_floats(x + 4 * d) * inverse) + 128)
+        store_i8_of_ints(x + 4 * d, round_within(load_floats(x + 4 * d) * inverse, np.float32(127)) + 128)
         for i in range(0, 16, 4):
             store_i32(page + 16 * (d + i) + 4 * slot, load_i32(x + 4 * d + i))
 
@@ -478,4 +480,6 @@ def put_value_int8(page, scales, slot, x, head_dim):
     inverse = np.float32(127) / top if top > _ZERO else _ZERO
     store_f32(scales + 4 * slot, top / np.float32(127))
     for d in range(0, head_dim, 16):
-        store_i8_of_ints(page + 16 * (d + slot), round_to_ints(load_floats(x + 4 * d) * inverse))
+        store_i8_of_ints(
+            page + 16 * (d + slot), round_within(load_floats(x + 4 * d) * inverse, np.float32(127))
+        )

@@ -17,7 +17,6 @@ from ropewalk.kernels.simd import (
     max_lane,
     maximum,
     minimum,
-    round_small_to_ints,
     round_to_ints,
     splat,
     store_f32,
@@ -47,7 +46,7 @@ _GELU_SCALE, _GELU_CUBE = np.float32(0.79788456080286535588), np.float32(0.04471
 def exp(x):
     """e^x within 2 ulp for x <= 88, where it saturates; below -87 exactly 0."""
     clamped = maximum(minimum(x, splat(_EXP_MAX)), splat(_EXP_MIN))
-    whole = round_small_to_ints(clamped * _LOG2E)
+    whole = round_to_ints(clamped * _LOG2E)
     n = to_floats(whole)
     r = fma(n, splat(-_LN2_HIGH), clamped)
     r = fma(n, splat(-_LN2_LOW), r)
@@ -103,11 +102,17 @@ def rms_norm(x, weight, out, n, eps):
 
 
 @inline
+def round_within(x, limit):
+    """Integers from -limit to limit, half to even; NaN becomes a limit. They only hold off rounding errors."""
+    return round_to_ints(minimum(maximum(x, splat(-limit)), splat(limit)))
+
+
+@inline
 def quantize_group(a, b, at, tile, token):
     """Put 32 activations (two vectors) into a tile's group as int8: x_q = round(x / s), s = max|x| / 127."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
     inverse = np.float32(127) / largest if largest > ZERO else ZERO
-    qa, qb = round_to_ints(a * inverse), round_to_ints(b * inverse)
+    qa, qb = round_within(a * inverse, np.float32(127)), round_within(b * inverse, np.float32(127))
     store_i8_of_ints(at + 32 * token, qa)
     store_i8_of_ints(at + 32 * token + 16, qb)
     _put_fields(at + 32 * tile + 4 * token, 4 * tile, largest / np.float32(127), sum_ints(qa), sum_ints(qb))
@@ -118,7 +123,7 @@ def quantize_group_fine(a, b, at, tile, token):
     """The same with 16 bits, s = max|x| / 32512: x_q = 256 * high + low, and both parts are signed bytes."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
     inverse = np.float32(32512) / largest if largest > ZERO else ZERO
-    qa, qb = round_to_ints(a * inverse), round_to_ints(b * inverse)
+    qa, qb = round_within(a * inverse, np.float32(32512)), round_within(b * inverse, np.float32(32512))
     high, low = at + 32 * token, at + 32 * (tile + token)
     store_i8_of_ints(high, (qa + 128) >> 8)
     store_i8_of_ints(high + 16, (qb + 128) >> 8)

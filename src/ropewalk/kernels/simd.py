@@ -216,11 +216,6 @@ def _make_unary(result, argument, build):
 splat = _make_unary(floats, types.float32, lambda b, x: emit_splat(b, floats, x))
 splat_int = _make_unary(ints, types.int32, lambda b, x: emit_splat(b, ints, x))
 to_floats = _make_unary(floats, ints, lambda b, x: b.sitofp(x, floats.ir))
-round_to_ints = _make_unary(
-    ints,
-    floats,
-    lambda b, x: emit_call(b, "llvm.fptosi.sat.v16i32.v16f32", ints.ir, [_emit_rint(b, x)]),
-)
 absolute = _make_unary(floats, floats, lambda b, x: emit_call(b, "llvm.fabs.v16f32", floats.ir, [x]))
 bits_of = _make_unary(ints, floats, lambda b, x: b.bitcast(x, ints.ir))
 float_of_bits = _make_unary(floats, ints, lambda b, x: b.bitcast(x, floats.ir))
@@ -234,7 +229,7 @@ def _emit_rint(builder, x):
     return emit_call(builder, "llvm.roundeven.v16f32", floats.ir, [x])
 
 
-round_small_to_ints = _make_unary(  # of values that an int32 holds; `round_to_ints` saturates, and makes NaN 0
+round_to_ints = _make_unary(  # of values that an int32 holds: anything else gives what the CPU likes
     ints, floats, lambda b, x: b.fptosi(_emit_rint(b, x), ints.ir)
 )
 round_even = _make_unary(floats, floats, _emit_rint)

@@ -86,6 +86,7 @@ class Layer(IntEnum):
     OUT_INPUT = 13
     FFN_INPUT = 14
     DOWN_INPUT = 15
+    SINKS = 16  # address of float32 [n_heads]: a score that weighs in without a value
 
 
 class Matrix(IntEnum):
