@@ -122,6 +122,11 @@ def fork(engine, data, request):
 @settings(max_examples=SCHEDULES, deadline=None, suppress_health_check=list(HealthCheck))
 def test_d3_randomised_schedules_equal_each_request_alone(toy, data):
     """Requests join, fork, slide, hit prefixes, are preempted and aborted at any step and in any batch size."""
+    play(toy, data)
+
+
+def play(toy, data, **options):
+    """Play a schedule, and return its engine; `options` are of the engine."""
     max_batch = data.draw(st.integers(1, 6))
     backend = toy()
     engine = Engine(
@@ -133,6 +138,7 @@ def test_d3_randomised_schedules_equal_each_request_alone(toy, data):
         token_budget=data.draw(st.integers(max_batch, 80)),
         prefix_cache=data.draw(st.sampled_from([True, True, True, False])),
         keep_cache=data.draw(st.sampled_from([True] * 7 + [False])),
+        **options,
     )
     if engine.prefix_cache and data.draw(st.booleans()):
         engine.scheduler.tables.prefix._hash_of = lambda parent, block: b"1"
@@ -168,3 +174,4 @@ def test_d3_randomised_schedules_equal_each_request_alone(toy, data):
                 expected.finish_reason,
                 expected.stop_reason,
             )
+    return engine

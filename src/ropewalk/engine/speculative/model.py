@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE, Backend, Float32Array, StepBatch
 from ropewalk.engine.constraint import Constraint
-from ropewalk.engine.pages import PagePool
+from ropewalk.engine.pages import PagePool, pages_for
 from ropewalk.engine.request import Request
 from ropewalk.engine.sampler import choose
 from ropewalk.engine.speculative.drafter import Draft, Step
@@ -120,7 +120,7 @@ class DraftModel:
     def _behind(self, request: Request) -> NDArray[np.int32]:
         """Tokens to be read before the next guess: the last known one at least."""
         n = request.n_window
-        pages = request.pages[: -(-n // PAGE_SIZE)]
+        pages = request.pages[: pages_for(n)]
         known = np.where(
             (self._births[pages] == self._pool_births(pages))[:, None], self._tokens[pages], np.int32(-1)
         ).reshape(-1)
@@ -131,14 +131,21 @@ class DraftModel:
     def _read(
         self, going: Sequence[Draft], behind: dict[Draft, NDArray[np.int32]]
     ) -> dict[Draft, Float32Array]:
-        """Run one pass over what the drafts are behind, within the budget; logits of those that have caught up."""
+        """Run one pass over what the drafts are behind, within the budget; logits of those that have caught up.
+
+        Of several that would read the same shared page only the first does; the others find it read the next time.
+        """
         parts: list[tuple[Draft, int, NDArray[np.int32], bool]] = []
+        written: set[int] = set()
         left = self._token_budget
         for draft in going:
             tokens = behind[draft]
-            end = draft.request.n_window + len(draft.tokens)
-            if left and (count := min(len(tokens), left)):
-                parts.append((draft, end - len(tokens), tokens[:count], count == len(tokens)))
+            start = draft.request.n_window + len(draft.tokens) - len(tokens)
+            count = min(len(tokens), left)
+            pages = draft.request.pages[start // PAGE_SIZE : pages_for(start + count)]
+            if count and written.isdisjoint(pages):
+                written.update(pages)
+                parts.append((draft, start, tokens[:count], count == len(tokens)))
                 behind[draft] = tokens[count:]
                 left -= count
         started_s = time.perf_counter()

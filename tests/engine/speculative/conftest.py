@@ -1,0 +1,68 @@
+"""Draft models over the toy model, and drafters that guess as they are told."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from ropewalk.engine.speculative.lookup import PromptLookup
+from ropewalk.engine.speculative.model import DraftModel
+from ropewalk.engine.speculative.pace import AdaptivePace, Pace
+from ropewalk.engine.speculative.speculator import Speculator
+
+ToyBackend = runpy.run_path(str(Path(__file__).parents[1] / "toy.py"))["ToyBackend"]
+
+
+class Random(ToyBackend):
+    """Another model: right by chance only."""
+
+    def logits(self, tokens):
+        return super().logits([*tokens, 5, 7])
+
+
+class Sometimes(ToyBackend):
+    """Often the model itself, else another: runs of guesses break off anywhere."""
+
+    def logits(self, tokens):
+        return super().logits([*tokens, 5, 7] if sum(tokens) % 4 == 0 else tokens)
+
+
+MODELS = {"same": ToyBackend, "random": Random, "sometimes": Sometimes}
+
+
+class Watching(Pace):
+    """Drafts all it can, and remembers which guesses were right."""
+
+    def __init__(self):
+        self.right = []
+
+    def observe(self, draft, right):
+        self.right += right
+
+
+class Oracle(PromptLookup):
+    """Guesses from a function of the request and the number of guesses; knows no vocabulary but the toy's."""
+
+    def __init__(self, guesses):
+        self.guesses = guesses
+
+    def draft(self, drafts, step, pace):
+        for draft in drafts:
+            for token in self.guesses(draft.request, draft.most):
+                draft.add(token, 1)
+
+
+@pytest.fixture(scope="session")
+def speculator():
+    """A function from a drafter's name (or guesses) and a number of guesses to a `Speculator`."""
+
+    def make(name, most=4, adaptive=False):
+        if name == "lookup":
+            drafter = PromptLookup()
+        elif callable(name):
+            drafter = Oracle(name)
+        else:
+            drafter = DraftModel(MODELS[name](), 13)
+        return Speculator(drafter, most, AdaptivePace(drafter.priors) if adaptive else Watching())
+
+    return make
