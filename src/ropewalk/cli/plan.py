@@ -1,0 +1,338 @@
+"""`ropewalk plan`: what a model takes, what fits, and how fast it can be at best. Nothing is loaded or run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ropewalk.cli.bench import numbers
+from ropewalk.cli.console import columns, fields, one_line, say, tell, verb, write_json
+from ropewalk.cli.loading import find
+from ropewalk.cli.options import DEFAULT_MODEL, model_argument
+
+if TYPE_CHECKING:
+    from ropewalk.plan import Machine, ModelShape, Plan, WeightType
+
+HERE = ("here", "this")
+
+
+@verb
+def plan(
+    model: Annotated[str | None, model_argument()] = None,
+    *,
+    layers: Annotated[int | None, typer.Option("--layers", help="In place of a model: its layers.")] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", help="Heads of queries. Default: as of keys and values.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Heads of keys and values. Default: as of queries.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", help="Width of a head.")] = None,
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="COUNT", help="Weights: 6.74e9, 7B or 135M.")
+    ] = None,
+    window: Annotated[int | None, typer.Option("--window", help="Tokens of a sliding window.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="TYPE", help="As if all weights were of this type: F16, Q4_K, ..."),
+    ] = None,
+    cache_type: Annotated[
+        str, typer.Option("--cache-type", help="Of the KV cache: float16, int8, float8, ...")
+    ] = "float16",
+    context: Annotated[
+        str | None, typer.Option("--context", "-c", help="Tokens of a sequence. Default: 4096,32768.")
+    ] = None,
+    batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences at once.")] = "1,4,16",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt lengths.")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="MACHINE", help="A machine by name; 'here' measures this one."),
+    ] = None,
+    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="24GB or 24GiB.")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="RATE", help="Of the memory: 1TB/s.")
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option("--flops", metavar="RATE", help="Operations a second: 312T.")
+    ] = None,
+    machines: Annotated[bool, typer.Option("--machines", help="List the machines that are known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Plan for a model: bytes of its KV cache and weights, what fits, bounds of decode and prefill.
+
+    MODEL may also be a Hugging Face config.json (or its folder), or be left out for plain numbers: --layers,
+    --kv-heads, --head-dim and --params. Lists are numbers with commas between them. The machine is this one
+    unless --on names another, or --memory and --bandwidth describe one.
+    """
+    if machines:
+        list_machines(as_json)
+        return
+    shape = _shape(model, _Numbers(layers, heads, kv_heads, head_dim, params, window), weights)
+    from ropewalk.plan import make_plan
+
+    result = make_plan(
+        shape,
+        _machine(on, memory, bandwidth, flops),
+        cache=cache_type,
+        contexts=numbers(context) if context else None,
+        batches=numbers(batch),
+        **({"prompts": numbers(prompt)} if prompt else {}),
+    )
+    if as_json:
+        write_json(result.as_dict())
+    else:
+        show(result)
+
+
+def _shape(model: str | None, numbers: _Numbers, weights: str | None) -> ModelShape:
+    """The model of the arguments."""
+    from ropewalk import plan as planning
+
+    kind = planning.weight_type(weights) if weights else None
+    if numbers.given:
+        if model is not None:
+            raise typer.BadParameter(f"--{numbers.given[0]} describes a model: it excludes {model!r}")
+        return numbers.shape(kind or planning.weight_type("F16"))
+    path = Path(model) if model else None
+    if path is not None and (path.suffix == ".json" or (path / "config.json").is_file()):
+        return planning.shape_of_hf(path, kind)
+    from ropewalk.checkpoint.gguf import open_gguf
+
+    with open_gguf(find(model or DEFAULT_MODEL)) as checkpoint:
+        shape = planning.shape_of_gguf(checkpoint)
+    return shape.with_weight_type(kind) if kind else shape
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A model by plain numbers; None where an option was not given."""
+
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    params: str | None
+    window: int | None
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that were given."""
+        return [name.replace("_", "-") for name, value in vars(self).items() if value is not None]
+
+    def shape(self, kind: WeightType) -> ModelShape:
+        from ropewalk.plan import parse_count, shape_of_numbers
+
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        if self.layers is None or kv_heads is None or self.head_dim is None or self.params is None:
+            raise typer.BadParameter(
+                f"a model by plain numbers needs --layers, --kv-heads, --head-dim and --params; given: "
+                f"--{' and --'.join(self.given)}"
+            )
+        return shape_of_numbers(
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            params=parse_count(self.params, "--params"),
+            window=self.window or 0,
+            weight_type=kind,
+        )
+
+
+def _machine(on: str | None, memory: str | None, bandwidth: str | None, flops: str | None) -> Machine:
+    """The machine of the options: named, described or measured."""
+    from ropewalk.plan import Machine, find_machine, parse_bandwidth, parse_bytes, parse_rate
+
+    n_bytes = parse_bytes(memory, "--memory") if memory else None
+    speed = parse_bandwidth(bandwidth, "--bandwidth") if bandwidth else None
+    rate = parse_rate(flops, "--flops") if flops else None
+    if on is None and speed is not None:
+        return Machine("as described", n_bytes, speed, {"any": rate} if rate else {}, "the command line")
+    base = measure() if on is None or on.lower() in HERE else find_machine(on)
+    return base.with_limits(memory_bytes=n_bytes, bandwidth=speed, rate=rate)
+
+
+def measure() -> Machine:
+    """This machine, measured here and now with the threads that Ropewalk would use."""
+    from ropewalk.backend.host import available_bytes
+    from ropewalk.kernels.arithmetic import measure_arithmetic
+    from ropewalk.kernels.bandwidth import measure_read_bandwidth
+    from ropewalk.kernels.cpu import cpu_identity
+    from ropewalk.kernels.team import available_threads
+    from ropewalk.plan import Machine
+
+    n_threads = available_threads()
+    free = available_bytes()
+    tell("measuring read bandwidth and arithmetic ...")
+    return Machine(
+        name=f"this one ({cpu_identity()[0]}, {n_threads} threads)",
+        memory_bytes=free,
+        bandwidth=measure_read_bandwidth(n_threads),
+        rates={"any": measure_arithmetic(n_threads)},
+        source="measured just now: free memory, our fastest read loop, our matrix product in the first-level cache",
+    )
+
+
+def show(plan: Plan) -> None:
+    """A plan for people."""
+    say(fields({name: one_line(value) for name, value in _facts(plan).items()}))
+    say("\nKV cache, GiB = 1024³ bytes" + ("" if plan.free_bytes is None else " (* does not fit)"))
+    say(_table(plan, "context", lambda c, b: _cache_cell(plan, c, b)))
+    if plan.machine is None:
+        return
+    from ropewalk.plan.units import duration
+
+    if plan.free_bytes is not None:
+        say("\n" + _fits(plan))
+    say(
+        "\ndecode at best: time of a step, tokens a second over the batch, what binds (m memory, a arithmetic)"
+    )
+    say(_table(plan, "context", lambda c, b: _bound_cell(plan, c, b)))
+    say(_takeover(plan))
+    say("\nprefill at best: time to the first token")
+    rows = [("prompt", "time", "tokens/s", "bound by")]
+    for p in plan.prompts:
+        bound = plan.prefill(p)
+        rows.append((f"{p:,}", duration(bound.seconds), f"{bound.tokens_per_s:,.0f}", bound.bound_by))
+    say(columns(rows, right=(0, 1, 2)))
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    from ropewalk.plan.units import both, per_second
+
+    model, weights, machine = plan.model, plan.model.weights, plan.machine
+    total = weights.total
+    lines = {
+        "model": f"{model.name}: {_layers(model)}",
+        "weights": f"{total.count:,} ({model.weight_type}), {both(total.n_bytes)}",
+        "read by a token": f"{both(weights.read_bytes(1))}, {weights.used_count():,.0f} weights"
+        + (f", {weights.n_used} of {weights.n_experts} experts" if weights.n_experts else ""),
+        "KV cache": _cache_line(plan),
+        "outgrows weights": f"at {plan.crossing_tokens:,} tokens of one sequence"
+        + (f"; with a KV head for every head at {plan.mha_crossing_tokens:,}" if model.shares_heads else ""),
+    }
+    if machine is not None:
+        rate, kind = machine.rate_for(model.weight_type)
+        memory = "as installed" if machine.memory_bytes is None else both(machine.memory_bytes)
+        arithmetic = (
+            "not known" if rate is None else per_second(rate, "op") + ("" if kind == "any" else f" in {kind}")
+        )
+        lines |= {
+            "machine": machine.name,
+            "": f"memory {memory}, reads {per_second(machine.bandwidth, 'B')}, arithmetic {arithmetic}",
+            "source": machine.source,
+        }
+    for note in model.notes:
+        lines["note"] = note
+    return lines
+
+
+def _layers(model: ModelShape) -> str:
+    from ropewalk.plan.shape import LayerShape
+
+    kinds: dict[LayerShape, int] = {}
+    for layer in model.layers:
+        kinds[layer] = kinds.get(layer, 0) + 1
+    texts = []
+    for layer, count in kinds.items():
+        what = f"{layer.n_heads} heads, {layer.n_kv_heads} for keys and values, width {layer.key_dim}"
+        if layer.latent:
+            what = f"{layer.n_heads} heads over a latent of {layer.latent}"
+        texts.append(
+            f"{count} layers of {what}" + (f", seeing {layer.window:,} tokens" if layer.window else "")
+        )
+    return "; ".join(texts) + (f"; made for {model.context_length:,} tokens" if model.context_length else "")
+
+
+def _cache_line(plan: Plan) -> str:
+    from ropewalk.plan import PAGE_SIZE
+    from ropewalk.plan.units import in_gib
+
+    scales = plan.bytes_per_token - plan.element_bytes_per_token
+    return (
+        f"{plan.cache.name}, {plan.bytes_per_token:,} B ({in_gib(plan.bytes_per_token)}) a token"
+        + (f", {scales:,} B of it scales" if scales else "")
+        + f", in pages of {PAGE_SIZE} tokens"
+        + ("" if plan.cache.ours else "; Ropewalk itself has float16 and int8")
+    )
+
+
+def _table(plan: Plan, corner: str, cell: object) -> str:
+    rows = [(corner, *(f"batch {b:,}" for b in plan.batches))]
+    rows += [(f"{c:,}", *(cell(c, b) for b in plan.batches)) for c in plan.contexts]  # type: ignore[operator]
+    return columns(rows, right=range(len(plan.batches) + 1))
+
+
+def _cache_cell(plan: Plan, context: int, batch: int) -> str:
+    return f"{plan.cache_bytes(context, batch) / 2**30:,.3f} GiB" + (
+        "*" if plan.fits(context, batch) is False else ""
+    )
+
+
+def _bound_cell(plan: Plan, context: int, batch: int) -> str:
+    from ropewalk.plan.units import duration
+
+    bound = plan.decode(context, batch)
+    return f"{duration(bound.seconds)}  {bound.tokens_per_s:,.1f} {bound.bound_by[0]}"
+
+
+def _takeover(plan: Plan) -> str:
+    """From which batch on arithmetic takes over, for each context and for none."""
+    assert plan.machine is not None
+    if plan.machine.rate_for(plan.model.weight_type)[0] is None:
+        return "where arithmetic takes over is not known without --flops"
+    lines = []
+    for c in (1, *plan.contexts):
+        batch = plan.takeover_batch(c)
+        at = "before the cache counts" if c == 1 else f"at {c:,} tokens"
+        binds = (
+            f"arithmetic binds from a batch of {batch:,}"
+            if batch
+            else "memory binds every batch, by the caches"
+        )
+        lines.append(f"{at} {binds}")
+    return "\n".join(lines)
+
+
+def _fits(plan: Plan) -> str:
+    from ropewalk.plan.units import both
+
+    assert plan.free_bytes is not None
+    if plan.free_bytes < 0:
+        return f"the weights do not fit: {both(-plan.free_bytes)} too much"
+    lines = [f"beside the weights {both(plan.free_bytes)} are free (activations not counted)"]
+    limit = plan.model.context_length
+    for b in plan.batches:
+        most = plan.largest_context(b) or 0
+        beyond = f", more than the {limit:,} that the model was made for" if limit and most > limit else ""
+        lines.append(f"largest context of a batch of {b:,}: {most:,} tokens{beyond}")
+    lines += [f"largest batch of {c:,} tokens each: {plan.largest_batch(c):,}" for c in plan.contexts]
+    return "\n".join(lines)
+
+
+def list_machines(as_json: bool) -> None:
+    """Print the table of machines."""
+    from ropewalk.plan.machine import ARITHMETIC_TYPES
+    from ropewalk.plan.machines import MACHINES
+
+    if as_json:
+        write_json([vars(replace(machine, rates=dict(machine.rates))) for machine in MACHINES.values()])
+        return
+    rows: list[Sequence[str]] = [
+        ("machine", "memory", "bandwidth", *(f"{t} Top/s" for t in ARITHMETIC_TYPES))
+    ]
+    for machine in MACHINES.values():
+        memory = "" if machine.memory_bytes is None else f"{machine.memory_bytes / 1e9:.0f} GB"
+        rates = (f"{machine.rates[t] / 1e12:,.1f}" if t in machine.rates else "" for t in ARITHMETIC_TYPES)
+        rows.append((machine.name, memory, f"{machine.bandwidth / 1e9:,.1f} GB/s", *rates))
+    say(columns(rows, right=range(1, 7)))
+    say("")
+    sources: dict[str, list[str]] = {}
+    for machine in MACHINES.values():
+        sources.setdefault(machine.source, []).append(machine.name)
+    for source, names in sources.items():
+        say(f"{', '.join(names)}: {source}")
