@@ -35,6 +35,7 @@ from ropewalk.kernels.attention import (
     scores_bytes,
     tile_tokens,
 )
+from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.pointwise import GELU_TANH, SILU
@@ -210,6 +211,11 @@ class CpuBackend:
                 self._run(batch, cache, slice(start, stop), rows, logits, record)
                 done += len(rows)
             return self._logits[:m, : self.config.vocab_size]
+
+    def read_bandwidth(self, n_sweeps: int = 4) -> float:
+        """Bytes per second at which its threads read its weights and do nothing else: the bound of decoding."""
+        with self._lock:
+            return measure_read_bandwidth(self.n_threads, repeats=n_sweeps, data=self.weights.arena)
 
     def close(self) -> None:
         """End the threads and let go of the weights."""

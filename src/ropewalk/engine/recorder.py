@@ -32,16 +32,17 @@ class Recorder:
 
     def __init__(self, record: StepRecord, chunks: Sequence[Chunk]) -> None:
         self.record = record
-        self._batch = len(chunks), sum(chunk.count for chunk in chunks)
+        self._batch = len(chunks), sum(chunk.count + len(chunk.guesses) for chunk in chunks)
         self._own: list[tuple[Request, dict[str, Any]]] = []
         self._drawn: list[tuple[Request, int, int, tuple[Stage, ...], tuple[Candidate, ...]]] = []
         self._n_drawn = 0
-        for request, count in ((chunk.request, chunk.count) for chunk in chunks):
+        for chunk in chunks:
+            request = chunk.request
             if request.params.trace is not None:
                 own = {
-                    "phase": "decode" if count == 1 and request.n_output else "prefill",
+                    "phase": "decode" if chunk.count == 1 and request.n_output else "prefill",
                     "first_position": request.n_computed,
-                    "n_tokens": count,
+                    "n_tokens": chunk.count + len(chunk.guesses),
                     "pages": tuple(request.pages),  # now: it may end in this step, and lose them
                 }
                 self._own.append((request, own))

@@ -89,7 +89,7 @@ class StepTrace:
     phase : "prefill" or "decode"
         Whether it reads the request's prompt, or computes the token drawn last.
     first_position, n_tokens : int
-        The request's tokens in this step.
+        The request's tokens in this step, guesses included.
     pages : tuple of int
         The request's page table, these tokens included.
     page_bytes : int
