@@ -133,7 +133,7 @@ class Driver:
             self.closed = True
             for generation in list(self.live.values()):
                 self.drop(generation)
-            self.engine.cache = None
+            self.engine.close()
 
     def check_open(self) -> None:
         """Raise GenerationError if `close` was called."""

@@ -89,6 +89,7 @@ class Generation:
             timings=Timings(
                 prompt_tokens=first.n_prompt,
                 cached_tokens=first.n_cached,
+                disk_tokens=min(first.n_from_disk, first.n_cached),
                 generated_tokens=sum(r.n_output for r in self.requests),
                 prefill_s=first.first_token_s - first.started_s,
                 decode_s=max(r.last_token_s for r in self.requests) - first.first_token_s,

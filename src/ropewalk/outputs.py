@@ -24,6 +24,8 @@ class Timings:
         Tokens of the prompt, and of all completions together.
     cached_tokens : int
         Tokens of the prompt that were found computed in the prefix cache.
+    disk_tokens : int
+        Those of them that came from disk (`cache_dir`).
     prefill_s : float
         From the first step that ran the request to its first token.
     decode_s : float
@@ -40,6 +42,7 @@ class Timings:
     decode_s: float
     time_to_first_token_s: float
     cached_tokens: int = 0
+    disk_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

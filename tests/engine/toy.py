@@ -26,6 +26,12 @@ class ToyCache:
             assert source != target
             pages[target] = pages[source]
 
+    def read_page(self, page):
+        return self.slots.reshape(self.n_pages, -1)[page].view(np.uint8).copy()
+
+    def write_page(self, page, contents):
+        self.slots.reshape(self.n_pages, -1)[page] = contents.view(np.int64)
+
 
 class ToyBackend:
     """`poison` maps a token id to the value that all logits have after it."""
@@ -42,6 +48,9 @@ class ToyBackend:
 
     def page_bytes(self, dtype="float16"):
         return PAGE * 16
+
+    def identity(self, dtype="float16"):
+        return f"toy {self.config.vocab_size} {dtype}".encode()
 
     def new_cache(self, n_pages, dtype="float16"):
         self.cache_dtypes.append(dtype)

@@ -175,6 +175,14 @@ class KVCache(Protocol):
         """Copy whole pages, all layers, from the first to the second of each pair, one pair after the other."""
         ...
 
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        """Return a copy of a whole page, all layers, as uint8 [bytes_per_page] in an order of its own."""
+        ...
+
+    def write_page(self, page: int, contents: NDArray[np.uint8]) -> None:
+        """Make a page what `read_page` returned, of any cache of the same model and type."""
+        ...
+
 
 class Backend(Protocol):
     """One packed model on one machine."""
@@ -191,6 +199,14 @@ class Backend(Protocol):
 
     def page_bytes(self, dtype: str = "float16") -> int:
         """Bytes of one page of a KV cache, as `KVCache.bytes_per_page`, before there is one."""
+        ...
+
+    def identity(self, dtype: str = "float16") -> bytes:
+        """Return what the contents of a page follow from besides its tokens and those before it, as 32 bytes.
+
+        The weights, the model's parameters, the type and layout of the cache, and the definition of the arithmetic: two
+        backends with one identity write the same bytes for the same tokens, on any day.
+        """
         ...
 
     def new_cache(self, n_pages: int, dtype: str = "float16") -> KVCache:

@@ -5,6 +5,7 @@ Knows how pages and weights are laid out (`kernels.formats`, `kernels.attention`
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import threading
@@ -19,7 +20,9 @@ from ropewalk.backend.account import Account
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.host import available_bytes
+from ropewalk.backend.numerics import numerics_hash
 from ropewalk.backend.weights import PackedWeights, pack_model
+from ropewalk.checkpoint.fingerprint import fingerprint, stamp
 from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
@@ -87,6 +90,19 @@ class CpuCache:
             for pages in (self.data, self.scales):
                 pages[:, :, :, target] = pages[:, :, :, source]
 
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        """Copy a page, all layers: `data`, then `scales`, as uint8 [bytes_per_page]."""
+        parts = [pages[:, :, :, page].reshape(-1).view(np.uint8) for pages in (self.data, self.scales)]
+        return np.concatenate(parts)
+
+    def write_page(self, page: int, contents: NDArray[np.uint8]) -> None:
+        """Make a page what `read_page` returned."""
+        start = 0
+        for pages in (self.data, self.scales):
+            part = pages[:, :, :, page]
+            part[...] = contents[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            start += part.nbytes
+
 
 def _untouched(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
     """Zeros that take memory as they are written, in the system's smallest pages.
@@ -152,6 +168,7 @@ class CpuBackend:
         self.config = config
         self.n_threads = n_threads or available_threads()
         self._checkpoint = checkpoint
+        self._stamp = stamp(checkpoint.paths)
         self._embedding = checkpoint.raw("token_embd.weight")
         self._embedding_format = checkpoint.tensors["token_embd.weight"].format
         compile_parts(parts_of_model(checkpoint, config), progress)
@@ -187,6 +204,15 @@ class CpuBackend:
     def page_bytes(self, dtype: str = "float16") -> int:
         """Bytes of one page of a KV cache over all layers."""
         return cache_page_bytes(self.config, dtype)
+
+    def identity(self, dtype: str = "float16") -> bytes:
+        """Return what the contents of a page follow from besides tokens, as 32 bytes; see `Backend.identity`.
+
+        The first call for a state of a model file reads all of it. Raises CheckpointError if it changed meanwhile.
+        """
+        facts = [fingerprint(self._stamp).hex(), numerics_hash(), repr(self.config), dtype, str(PAGE_SIZE)]
+        facts += [f"{t.name} {t.shape} {t.format.name}" for t in self._checkpoint.tensors.values()]
+        return hashlib.sha256("\0".join(facts).encode()).digest()
 
     def new_cache(self, n_pages: int, dtype: str = "float16") -> CpuCache:
         """Allocate a KV cache of `n_pages` pages of 16 tokens."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
 from ropewalk.engine.overflow import MIN_ROOM, Slide
 from ropewalk.engine.pages import PagePool, pages_for
+from ropewalk.engine.persist import DEFAULT_DISK_BYTES, PageStore, Shelf
 from ropewalk.engine.prefix import PrefixCache
 from ropewalk.engine.recorder import Recorder
 from ropewalk.engine.request import FinishReason, Request
@@ -58,6 +60,10 @@ class Engine:
         Keep full pages for later requests that begin with the same tokens.
     speculator : Speculator, optional
         Guesses tokens, so that a step can check several of a request. Needs `keep_cache`.
+    cache_dir : path, optional
+        Keep the pages of the prefix cache in this folder as well, for later processes; see `engine.persist`.
+    cache_dir_bytes : int
+        Most bytes of them.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class Engine:
         keep_cache: bool = True,
         prefix_cache: bool = True,
         speculator: Speculator | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = DEFAULT_DISK_BYTES,
     ) -> None:
         if kv_tokens < context_length:
             raise InvalidParameterError(
@@ -87,15 +95,29 @@ class Engine:
         self._cache_dtype = cache_dtype
         self._max_batch, self._token_budget = max_batch, token_budget
         self._n_pages = pages_for(kv_tokens)
-        self.scheduler = self._new_scheduler()
         self.cache: Any = backend.new_cache(self._n_pages, cache_dtype)
+        self._shelf = None if cache_dir is None else self._open_shelf(Path(cache_dir), cache_dir_bytes)
+        self.scheduler = self._new_scheduler()
         self._ids = itertools.count()
         self._counters = Counters()
         self._recorder: Recorder | None = None  # of this step, if one of its requests wants a trace
 
+    def _open_shelf(self, folder: Path, limit_bytes: int) -> Shelf:
+        if not self.prefix_cache:
+            raise InvalidParameterError(
+                f"cache_dir is {str(folder)!r}; allowed: None, without a prefix cache whose pages it could keep"
+            )
+        store = PageStore(
+            folder,
+            identity=self.backend.identity(self._cache_dtype),
+            page_bytes=self.cache.bytes_per_page,
+            limit_bytes=limit_bytes,
+        )
+        return Shelf(self.cache, store)
+
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._n_pages)
-        tables = PageTables(pool, PrefixCache(pool) if self.prefix_cache else None)
+        tables = PageTables(pool, PrefixCache(pool) if self.prefix_cache else None, self._shelf)
         if self.speculator is not None:
             self.speculator.start(pool, self._cache_dtype)
         return Scheduler(tables, max_batch=self._max_batch, token_budget=self._token_budget)
@@ -360,8 +382,16 @@ class Engine:
             pages_used=pool.n_used,
             pages_free=pool.n_free,
             pages_cached=pool.n_idle,
+            pages_read=self._shelf.store.pages_read if self._shelf else 0,
+            pages_written=self._shelf.store.pages_written if self._shelf else 0,
             **vars(self._counters),
         )
+
+    def close(self) -> None:
+        """Let go of the KV cache, once what is to be kept of it on disk is written; the engine is of no more use."""
+        if self._shelf is not None:
+            self._shelf.store.close()
+        self.cache = self._shelf = None
 
     def check(self) -> None:
         """Prove that pages and queues are consistent; raises AssertionError."""

@@ -77,14 +77,14 @@ class PrefixCache:
 
     def find(self, parent: Node | None, block: bytes) -> Node | None:
         """Return the page with this block after `parent`, or at the beginning of a sequence."""
-        for node in self._buckets.get(self._key(parent, block), ()):
+        for node in self._buckets.get(self.key(parent, block), ()):
             if node.parent is parent and node.block == block:
                 return node
         return None
 
     def add(self, parent: Node | None, block: bytes, page: int) -> Node:
         """Keep a page that is full and used; `find` has not found its block."""
-        node = Node(page, block, parent, self._key(parent, block))
+        node = Node(page, block, parent, self.key(parent, block))
         self._pool.keep(page)
         self._nodes[page] = node
         self._buckets.setdefault(node.key, []).append(node)
@@ -92,7 +92,8 @@ class PrefixCache:
             parent.n_children += 1
         return node
 
-    def _key(self, parent: Node | None, block: bytes) -> bytes:
+    def key(self, parent: Node | None, block: bytes) -> bytes:
+        """Return the key of a page with this block after `parent`, whether it is kept or not."""
         return self._hash_of(parent.key if parent else b"", block)
 
     def _forget(self, page: int) -> None:

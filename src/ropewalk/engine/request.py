@@ -62,6 +62,8 @@ class Request:
         Their places in the prefix cache, for the full ones.
     n_cached : int
         Tokens of the prompt that were found computed when the request first ran.
+    n_from_disk : int
+        Those of them that were found in pages on disk.
     n_preempted : int
         How often it had to give up its pages and wait.
     n_drafted, n_accepted : int
@@ -97,6 +99,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list, repr=False)
     n_cached: int = 0
+    n_from_disk: int = 0
     n_preempted: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -161,6 +164,10 @@ class Request:
         """What the values in its page i follow from, besides the pages before it."""
         tokens = self.window[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
         return tokens if i else self.cache_key + tokens
+
+    def text(self, i: int) -> bytes:
+        """What the values in its page i follow from, the pages before it included."""
+        return self.cache_key + self.window[: (i + 1) * PAGE_SIZE].tobytes()
 
     def common(self, other: Request) -> int:
         """Computed positions of another request that this one can take over, all but its last token's at most."""

@@ -76,6 +76,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take a request out, waiting or running, and free its pages."""
         (self.running if request in self.running else self.waiting).remove(request)
+        self.tables.note_use(request)
         self.tables.drop(request)
 
     def schedule(self) -> list[Chunk]:
@@ -121,7 +122,7 @@ class Scheduler:
         return any(r in self.running and r.n_computed < r.n_prompt - 1 for r in request.family)
 
     def _reuse(self, request: Request) -> None:
-        self._count(request, self.tables.reuse(request))
+        self._count(request, self.tables.reuse(request, from_disk=True))
 
     def _count(self, request: Request, n_found: int) -> None:
         if not request.n_preempted:

@@ -21,6 +21,7 @@ class Counters:
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    disk_tokens: int = 0
     finished: int = 0
     first_tokens: int = 0
     first_token_s: float = 0.0
@@ -39,6 +40,7 @@ class Counters:
         if request.index == 0:
             self.prompt_tokens += request.n_prompt
             self.cached_tokens += request.n_cached
+            self.disk_tokens += min(request.n_from_disk, request.n_cached)
 
     def ended(self, request: Request) -> None:
         """Count a request that has just ended, in whatever way."""
@@ -66,6 +68,8 @@ class Statistics:
     pages, pages_used, pages_free, pages_cached : int
         Pages of the KV cache; of these, in use and free now. Used and free add up to `pages`. `pages_cached` are
         those of the free ones that hold a known beginning and can be shared at once.
+    pages_read, pages_written : int
+        Pages of the prefix cache that were read from disk and written to it so far.
     steps : int
         Steps so far.
     busy_s : float
@@ -74,8 +78,8 @@ class Statistics:
         Tokens that went through the model, those computed again after a preemption included.
     generated_tokens : int
         Tokens drawn.
-    prompt_tokens, cached_tokens : int
-        Tokens of all prompts read, and how many of these were found in the prefix cache.
+    prompt_tokens, cached_tokens, disk_tokens : int
+        Tokens of all prompts read, how many of these were found in the prefix cache, and how many of those on disk.
     finished : int
         Requests that ended, aborted ones included.
     first_tokens, first_token_s : int, float
@@ -93,12 +97,15 @@ class Statistics:
     pages_used: int
     pages_free: int
     pages_cached: int
+    pages_read: int
+    pages_written: int
     steps: int
     busy_s: float
     computed_tokens: int
     generated_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    disk_tokens: int
     finished: int
     first_tokens: int
     first_token_s: float

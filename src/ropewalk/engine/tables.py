@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 from ropewalk.backend.base import PAGE_SIZE
 from ropewalk.engine.pages import PagePool, pages_for
-from ropewalk.engine.prefix import PrefixCache
+from ropewalk.engine.persist import Shelf
+from ropewalk.engine.prefix import Node, PrefixCache
 from ropewalk.engine.request import Request
 
 
@@ -27,38 +28,65 @@ class PageTables:
     pool : PagePool
     prefix : PrefixCache, optional
         Where full pages are kept for later requests.
+    shelf : Shelf, optional
+        Where they are kept for later processes; not without `prefix`.
     """
 
-    def __init__(self, pool: PagePool, prefix: PrefixCache | None = None) -> None:
+    def __init__(self, pool: PagePool, prefix: PrefixCache | None = None, shelf: Shelf | None = None) -> None:
         self.pool = pool
         self.prefix = prefix
+        self.shelf = shelf
         self._copies: list[tuple[int, int]] = []
 
-    def reuse(self, request: Request) -> int:
+    def reuse(self, request: Request, *, from_disk: bool = False) -> int:
         """Take over pages with the next tokens of a request; return how many tokens that spares.
 
-        The last known token is always left to be computed, since its logits are not kept.
+        The last known token is always left to be computed, since its logits are not kept. With `from_disk` free pages
+        are filled with what was kept there.
         """
         before = request.n_computed
         if before % PAGE_SIZE == 0:
-            self._reuse_kept(request)
+            self._reuse_kept(request, from_disk)
             self._reuse_shared(request)
         return request.n_computed - before
 
-    def _reuse_kept(self, request: Request) -> None:
+    def _reuse_kept(self, request: Request, from_disk: bool) -> None:
         """Take over what the prefix cache has, page after page."""
         if self.prefix is None:
             return
         nodes, pages = list(request.nodes), request.pages
         for i in range(len(nodes), request.n_window // PAGE_SIZE):
-            node = self.prefix.find(nodes[-1] if nodes else None, request.block(i))
-            if node is None:
+            parent = nodes[-1] if nodes else None
+            node = self.prefix.find(parent, request.block(i))
+            if node is not None:
+                self.pool.share([node.page])
+            elif not from_disk or (node := self._load(request, i, parent)) is None:
                 break
-            self.pool.share([node.page])
             pages.append(node.page)
             nodes.append(node)
         request.n_computed = max(request.n_computed, min(len(nodes) * PAGE_SIZE, request.n_window - 1))
         request.nodes = nodes[: request.n_computed // PAGE_SIZE]
+
+    def _load(self, request: Request, i: int, parent: Node | None) -> Node | None:
+        """Bring page i of a request from the disk, if it is there and a page of the pool is free."""
+        if self.shelf is None or self.prefix is None or not self.pool.n_free:
+            return None
+        block = request.block(i)
+        contents = self.shelf.store.load(self.prefix.key(parent, block), i, request.text(i))
+        if contents is None:
+            return None
+        (page,) = self.pool.allocate(1)
+        if self._copies:  # the page may be the source of one
+            self.shelf.cache.copy_pages(self.take_copies())
+        self.shelf.cache.write_page(page, contents)
+        if not request.n_preempted:
+            request.n_from_disk += PAGE_SIZE
+        return self.prefix.add(parent, block, page)
+
+    def note_use(self, request: Request) -> None:
+        """Tell the disk which of its pages a request uses."""
+        if self.shelf is not None:
+            self.shelf.store.mark([node.key for node in request.nodes])
 
     def _reuse_shared(self, request: Request) -> None:
         """Take over what a relative has computed of the same tokens, the page in which they part included.
@@ -116,6 +144,8 @@ class PageTables:
             node = self.prefix.find(parent, request.block(i))
             if node is None:
                 node = self.prefix.add(parent, request.block(i), own)
+                if self.shelf is not None:
+                    self.shelf.save(node.key, i, request.text(i), own)
             else:
                 self.pool.share([node.page])
                 self.pool.release([own])
