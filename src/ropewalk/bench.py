@@ -26,7 +26,7 @@ from ropewalk.backend.base import PAGE_SIZE, StepBatch
 from ropewalk.backend.cpu import CACHE_DTYPES, MAX_TOKENS, CpuBackend, CpuCache, Progress, cache_page_bytes
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.weights import PackedWeights
-from ropewalk.checkpoint.gguf import GGUF
+from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.formats import GROUP, PANEL_ROWS
@@ -295,7 +295,7 @@ def _fill(backend: CpuBackend, cache: CpuCache) -> None:
 
 
 def run(
-    checkpoint: GGUF, config: ModelConfig, plan: Plan, progress: Progress = lambda what, share: None
+    checkpoint: Checkpoint, config: ModelConfig, plan: Plan, progress: Progress = lambda what, share: None
 ) -> list[Measurement]:
     """Measure a whole plan.
 

@@ -18,20 +18,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ropewalk.backend.base import Backend, Float32Array, StepBatch
+from ropewalk.backend.base import Backend, Float32Array
+from ropewalk.drafts import check_draft, open_speculator
 from ropewalk.driver import Driver
 from ropewalk.engine.budget import cache_size, check_context, check_count
 from ropewalk.engine.engine import Engine, check_prompt
-from ropewalk.engine.pages import pages_for
 from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 from ropewalk.generation import Generation
+from ropewalk.model.config import POOLINGS
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
+from ropewalk.passes import Passes, Score
 from ropewalk.text.chat import encode_chat
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
+    from ropewalk.drafts import Draft
     from ropewalk.engine.constraint import Constraint
     from ropewalk.text.chat import ChatTemplate
     from ropewalk.text.grammar import Grammars
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
-
-MAX_LOGIT_ROWS = 64
-"""Rows of logits that are asked for at once: the backend keeps room for them, 1 MB each at most."""
 
 
 class LLM:
@@ -75,6 +75,12 @@ class LLM:
         False recomputes everything before each token: the same text, slowly. It shows what the cache is for.
     prefix_cache : bool, default True
         Keep what was computed as long as there is room, for later prompts that begin with the same tokens.
+    draft : str, path or Drafter, optional
+        Speculative decoding: guess the next tokens, and check several at once. The tokens stay the same; they come
+        sooner where guesses are often right, and where they are not, guessing stops by itself. "lookup" guesses from
+        the text so far; anything else names a smaller draft model of the same vocabulary, as `model` does.
+    draft_tokens : int, optional
+        Most guesses for one request in one step, 1 to 63. Default: 15 of a lookup, 7 of a draft model.
     progress : callable (what: str, done: int, total: int), optional
         Told about what takes long: a download, packing, compilation.
 
@@ -101,23 +107,38 @@ class LLM:
         token_budget: int = 512,
         kv_cache: bool = True,
         prefix_cache: bool = True,
+        draft: Draft | None = None,
+        draft_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         from ropewalk.backend.cpu import CpuBackend
-        from ropewalk.checkpoint.gguf import open_gguf
+        from ropewalk.checkpoint.base import open_checkpoint
         from ropewalk.checkpoint.hub import resolve
         from ropewalk.model.config import ModelConfig
         from ropewalk.text.chat import ChatTemplate
         from ropewalk.text.tokenizer import Tokenizer
 
         with ExitStack() as resources:
-            checkpoint = resources.enter_context(open_gguf(resolve(model, progress=progress)))
+            checkpoint = resources.enter_context(open_checkpoint(resolve(model, progress=progress)))
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
             template = ChatTemplate.from_metadata(checkpoint.metadata)
             if n_threads is not None:
                 check_count("n_threads", n_threads)
             check_context(context_length, config.context_length)  # packing takes a while: refuse before it
+            check_draft(draft, draft_tokens, kv_cache=kv_cache)
+            if draft is not None:
+                check_count("token_budget", token_budget)
+                draft = open_speculator(
+                    draft,
+                    draft_tokens,
+                    tokenizer,
+                    config.vocab_size,
+                    n_threads=n_threads,
+                    token_budget=token_budget,
+                    progress=progress,
+                )
+                resources.callback(draft.drafter.close)
             backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=_in_steps(progress))
             resources.callback(backend.close)
             self._start(
@@ -132,6 +153,7 @@ class LLM:
                 token_budget=token_budget,
                 kv_cache=kv_cache,
                 prefix_cache=prefix_cache,
+                draft=draft,
             )
             self._resources = resources.pop_all()
 
@@ -144,6 +166,8 @@ class LLM:
         llm._start(backend, tokenizer, template, **options)
         llm._resources = ExitStack()
         llm._resources.callback(backend.close)
+        if llm._speculator is not None:
+            llm._resources.callback(llm._speculator.drafter.close)
         return llm
 
     def _start(
@@ -160,11 +184,25 @@ class LLM:
         token_budget: int = 512,
         kv_cache: bool = True,
         prefix_cache: bool = True,
+        draft: Draft | None = None,
+        draft_tokens: int | None = None,
     ) -> None:
         check_count("token_budget", token_budget)
+        check_draft(draft, draft_tokens, kv_cache=kv_cache)
+        speculator = None
+        if draft is not None:
+            speculator = open_speculator(
+                draft,
+                draft_tokens,
+                tokenizer,
+                backend.config.vocab_size,
+                n_threads=None,
+                token_budget=token_budget,
+            )
+        draft_page_bytes = 0 if speculator is None else speculator.drafter.page_bytes(cache_dtype)
         size = cache_size(
             model_context=backend.config.context_length,
-            page_bytes=backend.page_bytes(cache_dtype),
+            page_bytes=backend.page_bytes(cache_dtype) + draft_page_bytes,
             free_bytes=backend.free_bytes,
             max_batch=max_batch,
             context_length=context_length,
@@ -176,8 +214,7 @@ class LLM:
         self.chat_template = template
         self.config = backend.config
         self.context_length = size.context_length
-        self._cache_dtype = cache_dtype
-        self._token_budget = token_budget
+        self._passes = Passes(backend, cache_dtype, token_budget)
         engine = Engine(
             backend,
             context_length=size.context_length,
@@ -188,7 +225,9 @@ class LLM:
             token_budget=token_budget,
             keep_cache=kv_cache,
             prefix_cache=prefix_cache,
+            speculator=speculator,
         )
+        self._speculator = speculator
         self.driver = Driver(engine, tokenizer)
 
     # Generating.
@@ -316,9 +355,10 @@ class LLM:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes allocated for the KV cache; 0 once the `LLM` is closed."""
+        """Bytes allocated for the KV cache, a draft model's included; 0 once the `LLM` is closed."""
         cache = self.driver.engine.cache
-        return 0 if cache is None else int(cache.n_bytes)
+        drafts = 0 if self._speculator is None else self._speculator.drafter.n_bytes
+        return 0 if cache is None else int(cache.n_bytes) + drafts
 
     def statistics(self) -> Statistics:
         """Requests, pages, tokens, times and prefix hits so far."""
@@ -356,29 +396,117 @@ class LLM:
         PromptError
             If there are no tokens, too many, or some outside the vocabulary.
         """
-        _check_kind(token_ids)
-        n, vocab_size = len(token_ids), self.config.vocab_size
-        check_prompt(
-            token_ids, vocab_size=vocab_size, most=self.context_length, context_length=self.context_length
-        )
-        tokens = np.asarray(token_ids, dtype=np.int32)
-        table = np.arange(pages_for(n), dtype=np.int32)[None]
-        logits = np.empty((n, vocab_size), dtype=np.float32)
+        ids = self._checked_ids(token_ids)
+        logits = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
+        done = 0
         with self.driver.lock:
             self.driver.check_open()
-            cache = self.backend.new_cache(pages_for(n), self._cache_dtype)
-            chunk = min(self._token_budget, MAX_LOGIT_ROWS)
-            for start in range(0, n, chunk):
-                end = min(start + chunk, n)
-                batch = StepBatch(
-                    tokens=tokens[start:end],
-                    positions=np.arange(start, end, dtype=np.int32),
-                    sequences=np.zeros(end - start, dtype=np.int32),
-                    page_tables=table,
-                    logit_rows=np.arange(end - start, dtype=np.int32),
-                )
-                logits[start:end] = self.backend.forward(batch, cache)
+            for rows in self._passes.logits(ids):
+                logits[done : done + len(rows)] = rows
+                done += len(rows)
         return logits
+
+    def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+        """How probable each of several continuations of a context is, in the model's own distribution.
+
+        Parameters
+        ----------
+        context : str or token ids
+        continuations : sequence of str, or of token ids
+            If they and the context are strings, they are encoded together, since a token may reach across the border:
+            what is scored begins with the first token that the context alone does not have.
+
+        Returns
+        -------
+        list of Score
+            Log-probability of every token, natural logarithm.
+
+        Raises
+        ------
+        PromptError
+            If context or a continuation has no tokens, too many together, or some outside the vocabulary.
+        """
+        pairs = [self._context_and_rest(context, continuation) for continuation in continuations]
+        scores: dict[int, Score] = {}
+        with self.driver.lock:
+            self.driver.check_open()
+            for ids in dict.fromkeys(tuple(ids) for ids, _ in pairs):  # nearly always one
+                mine = [i for i, pair in enumerate(pairs) if tuple(pair[0]) == ids]
+                found = self._passes.score(ids, [pairs[i][1] for i in mine])
+                scores.update(zip(mine, found, strict=True))
+        return [scores[i] for i in range(len(pairs))]
+
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, normalize: bool = True
+    ) -> Float32Array:
+        """Return a vector for each text, made of the hidden states after the last layer's norm.
+
+        Parameters
+        ----------
+        texts : str, token ids, or a sequence of either
+        pooling : {"mean", "last", "cls"}, optional
+            Of all tokens, of the last, or of the first. Default: what the model's file says, otherwise "last", as a
+            model that reads forward has seen the whole text only there.
+        normalize : bool
+            Divide each vector by its Euclidean norm, so that a dot product is the cosine of the angle.
+
+        Returns
+        -------
+        float32 [n_texts, hidden_size]
+
+        Raises
+        ------
+        PromptError, InvalidParameterError
+        """
+        chosen = pooling or self.config.pooling or "last"
+        if chosen not in POOLINGS[1:]:
+            raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
+        prompts: Any = [texts] if isinstance(texts, str) or not _is_several(texts) else texts
+        ids = [self._checked_ids(self.encode(t) if isinstance(t, str) else t) for t in prompts]
+        vectors = np.empty((len(ids), self.config.hidden_size), np.float32)
+        with self.driver.lock:
+            self.driver.check_open()
+            for i, text in enumerate(ids):
+                (states,) = self._passes.hidden([text])
+                vectors[i] = (
+                    states[-1]
+                    if chosen == "last"
+                    else states[0]
+                    if chosen == "cls"
+                    else states.mean(0, dtype=np.float64)
+                )
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+        return vectors
+
+    def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
+        _check_kind(token_ids)
+        most = self.context_length
+        check_prompt(token_ids, vocab_size=self.config.vocab_size, most=most, context_length=most)
+        return [int(token) for token in token_ids]
+
+    def _context_and_rest(self, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+        """Token ids of a context, and of what follows it."""
+        before: Sequence[int] = self.encode(context) if isinstance(context, str) else context
+        if isinstance(context, str) and isinstance(continuation, str):
+            whole: Sequence[int] = self.encode(context + continuation)
+            n = next(
+                (i for i, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]),
+                len(before),
+            )
+        else:
+            rest = (
+                self.encode(continuation, add_special=False)
+                if isinstance(continuation, str)
+                else continuation
+            )
+            _check_kind(rest)
+            whole, n = [*self._checked_ids(before), *rest], len(before)
+        ids = self._checked_ids(whole)
+        if not 0 < n < len(ids):
+            what = "context" if n == 0 else "continuation"
+            raise PromptError(f"the {what} has no tokens of its own; at least one is needed")
+        return ids[:n], ids[n:]
 
     # Ending.
 
@@ -521,6 +649,11 @@ def _in_steps(progress: Progress | None) -> Callable[[str, float], None] | None:
     if progress is None:
         return None
     return lambda what, share: progress(what, round(100 * share), 100)
+
+
+def _is_several(texts: Any) -> bool:
+    """Whether it is texts, not the token ids of one."""
+    return not (len(texts) and isinstance(texts[0], int | np.integer))
 
 
 def _check_kind(ids: object) -> None:

@@ -1,8 +1,13 @@
-"""A writer of GGUF files that checks nothing, so that tests can write files that lie."""
+"""A writer of GGUF files that checks nothing, so that tests can write files that lie; and one of HF folders."""
 
+import json
+import lzma
 import struct
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 # Metadata value types by name, with their number and struct code.
@@ -98,3 +103,86 @@ def craft() -> SimpleNamespace:
         gguf=gguf, tensor=tensor, number=number, numbers=numbers, string=string, strings=strings,
         text=text, u32=u32, u64=u64, every_kind=every_kind, KINDS=KINDS,
     )  # fmt: skip
+
+
+def byte_level_tokenizer(n_tokens: int) -> dict:
+    """A `tokenizer.json` of GPT-2's kind: `<pad>`, `<s>`, `</s>`, then letters, and two merges."""
+    letters = [*map(chr, range(0x21, 0x7F)), "Ġ"]
+    tokens = [*["<pad>", "<s>", "</s>", *letters][: n_tokens - 2], "he", "Ġa"]
+    special = [
+        {"id": i, "content": t, "special": True, "normalized": False} for i, t in enumerate(tokens[:3])
+    ]
+    return {
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel"},
+        "model": {
+            "type": "BPE",
+            "vocab": {t: i for i, t in enumerate(tokens)},
+            "merges": ["h e", ["Ġ", "a"]],
+        },
+    }
+
+
+def tiny_weights(name: str, shape: list[int]) -> np.ndarray:
+    """The weights that `tools/fixtures/hf_families.py` gave the tensor of this name."""
+    words = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
+    values = ((np.asarray(words) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1).reshape(shape)
+    if name.endswith("bias") or "sinks" in name:
+        return values * np.float32(0.3)
+    if len(shape) == 1 or "norm" in name:
+        return values * np.float32(0.2) + np.float32(0.8)
+    return values * np.float32(2.5 / np.sqrt(shape[-1]))
+
+
+def save_tensors(path: Path, tensors: dict) -> None:
+    """Write arrays by name; a pair (dtype, array of its bits) is for types that NumPy lacks."""
+    names = {"float32": "F32", "float16": "F16", "int32": "I32", "int8": "I8", "uint8": "U8", "int64": "I64"}
+    header, data = {}, b""
+    for name, array in tensors.items():
+        dtype, array = array if isinstance(array, tuple) else (names[array.dtype.name], array)
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+class FolderMaker:
+    """Writes folders in Hugging Face's layout; tests change what they like before `write`."""
+
+    save = staticmethod(save_tensors)
+
+    def __init__(self) -> None:
+        path = Path(__file__).parents[1] / "data" / "hf-families.json.xz"
+        self.families = json.loads(lzma.decompress(path.read_bytes()))
+
+    def parts(self, family: str) -> SimpleNamespace:
+        """`config`, `tensors` (arrays by stored name) and `tokenizer` of a tiny model."""
+        made = self.families[family]
+        tensors = {n: tiny_weights(n, s) for n, s in made["tensors"].items()}
+        return SimpleNamespace(
+            config=dict(made["config"]),
+            tensors=tensors,
+            tokenizer=byte_level_tokenizer(made["config"]["vocab_size"]),
+        )
+
+    def write(self, folder: Path, parts: SimpleNamespace, **more: object) -> Path:
+        """Write the parts; `more` are further JSON files by stem."""
+        folder.mkdir(exist_ok=True)
+        files = {"config": parts.config, "tokenizer": parts.tokenizer, **more}
+        for stem, value in files.items():
+            (folder / f"{stem}.json").write_text(json.dumps(value))
+        save_tensors(folder / "model.safetensors", parts.tensors)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def folders() -> FolderMaker:
+    return FolderMaker()

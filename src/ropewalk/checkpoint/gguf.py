@@ -67,6 +67,11 @@ class GGUF:
         self._maps = [f.data for f in files]
 
     @property
+    def kind(self) -> str:
+        """The format, for people."""
+        return f"GGUF version {self.version}"
+
+    @property
     def file_bytes(self) -> int:
         """Size of all files together."""
         return sum(len(m) for m in self._maps)

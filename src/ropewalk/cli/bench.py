@@ -58,13 +58,13 @@ def bench(
     Lists are numbers with commas between them: every prompt length and every batch is measured at every depth.
     """
     from ropewalk.bench import Plan, run
-    from ropewalk.checkpoint.gguf import open_gguf
+    from ropewalk.checkpoint.base import open_checkpoint
     from ropewalk.model.config import ModelConfig
 
     lists = {"prompts": prompt, "depths": depth, "batches": batch, "threads": threads}
     chosen = {name: numbers(text) for name, text in lists.items() if text is not None}
     plan = Plan(**chosen, cache_types=tuple(cache_type.split(",")), repeats=repeats)
-    with open_gguf(find(model)) as checkpoint, progress_on_stderr() as progress:
+    with open_checkpoint(find(model)) as checkpoint, progress_on_stderr() as progress:
         config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
         if depth is None:
             plan = plan.within(config.context_length)

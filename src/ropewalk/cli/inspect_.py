@@ -13,7 +13,7 @@ from ropewalk.cli.options import DEFAULT_MODEL, model_argument
 from ropewalk.errors import RopewalkError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from ropewalk.checkpoint.gguf import GGUF
+    from ropewalk.checkpoint.base import Checkpoint
 
 
 @verb
@@ -24,9 +24,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show what a model file says about itself."""
-    from ropewalk.checkpoint.gguf import open_gguf
+    from ropewalk.checkpoint.base import open_checkpoint
 
-    with open_gguf(find(model)) as checkpoint:
+    with open_checkpoint(find(model)) as checkpoint:
         facts = describe(checkpoint)
         if tensors:
             facts["tensors"] = [
@@ -39,7 +39,7 @@ def inspect(
         show(facts)
 
 
-def describe(checkpoint: GGUF) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `inspect` shows, as JSON values. A model that we cannot run is described as far as it goes."""
     metadata = checkpoint.metadata
     sizes: Counter[str] = Counter()
@@ -52,7 +52,7 @@ def describe(checkpoint: GGUF) -> dict[str, Any]:
         "path": str(checkpoint.path),
         "files": len(checkpoint.paths),
         "bytes": checkpoint.file_bytes,
-        "gguf_version": checkpoint.version,
+        "format": checkpoint.kind,
         "name": _text(metadata.get("general.name")),
         "architecture": _text(metadata.get("general.architecture")),
         "license": _text(metadata.get("general.license")),
@@ -68,7 +68,7 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _model(checkpoint: GGUF) -> dict[str, Any]:
+def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     from ropewalk.model.config import ModelConfig
 
     try:
@@ -91,7 +91,7 @@ def _model(checkpoint: GGUF) -> dict[str, Any]:
     }
 
 
-def _tokenizer(checkpoint: GGUF) -> dict[str, Any]:
+def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
     from ropewalk.text.tokenizer import Tokenizer
 
     try:
@@ -109,7 +109,7 @@ def show(facts: dict[str, Any]) -> None:
     """`facts` of `describe` for people."""
     model, tokenizer = facts["model"], facts["tokenizer"]
     lines = {
-        "file": f"{facts['path']} ({byte_size(facts['bytes'])}, GGUF version {facts['gguf_version']})",
+        "file": f"{facts['path']} ({byte_size(facts['bytes'])}, {facts['format']})",
         "name": facts["name"] or "(none)",
         "license": facts["license"] or "(not said)",
         "architecture": facts["architecture"] or "(none)",

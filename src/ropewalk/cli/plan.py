@@ -100,9 +100,9 @@ def _shape(model: str | None, numbers: _Numbers, weights: str | None) -> ModelSh
     path = Path(model) if model else None
     if path is not None and (path.suffix == ".json" or (path / "config.json").is_file()):
         return planning.shape_of_hf(path, kind)
-    from ropewalk.checkpoint.gguf import open_gguf
+    from ropewalk.checkpoint.base import open_checkpoint
 
-    with open_gguf(find(model or DEFAULT_MODEL)) as checkpoint:
+    with open_checkpoint(find(model or DEFAULT_MODEL)) as checkpoint:
         shape = planning.shape_of_gguf(checkpoint)
     return shape.with_weight_type(kind) if kind else shape
 

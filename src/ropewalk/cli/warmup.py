@@ -29,14 +29,14 @@ def warmup(
         parts_of_model,
     )
     from ropewalk.backend.cpu import CACHE_DTYPES
-    from ropewalk.checkpoint.gguf import open_gguf
+    from ropewalk.checkpoint.base import open_checkpoint
     from ropewalk.kernels.cache import cache_bytes, cache_folder
     from ropewalk.kernels.team import available_threads
     from ropewalk.model.config import ModelConfig
 
     parts: list[Part] = []
     for model in models or ([] if every else [DEFAULT_MODEL]):
-        with open_gguf(find(model)) as checkpoint:
+        with open_checkpoint(find(model)) as checkpoint:
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             parts += parts_of_model(checkpoint, config)
             for dtype in CACHE_DTYPES:

@@ -22,7 +22,7 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.plan.memory import WeightType, check_count
 
 if TYPE_CHECKING:
-    from ropewalk.checkpoint.gguf import GGUF
+    from ropewalk.checkpoint.base import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def shape_of_numbers(
     return ModelShape(name, (layer,) * layers, weights, weight_type.name)
 
 
-def shape_of_gguf(checkpoint: GGUF) -> ModelShape:
+def shape_of_gguf(checkpoint: Checkpoint) -> ModelShape:
     """The shape of a GGUF file, with the types and bytes of its own tensors.
 
     A file of an architecture that Ropewalk cannot run is planned for by its keys alone.
@@ -223,7 +223,7 @@ def shape_of_gguf(checkpoint: GGUF) -> ModelShape:
     )
 
 
-def _weights_of_tensors(checkpoint: GGUF) -> Weights:
+def _weights_of_tensors(checkpoint: Checkpoint) -> Weights:
     parts = {"dense": Part(), "output": Part(), "embedding": Part(), "experts": Part()}
     tied = "output.weight" not in checkpoint.tensors
     for name, info in checkpoint.tensors.items():
@@ -241,7 +241,7 @@ def _weights_of_tensors(checkpoint: GGUF) -> Weights:
     return replace(weights, n_experts=keys.integer("expert_count"), n_used=keys.integer("expert_used_count"))
 
 
-def _types_of_tensors(checkpoint: GGUF) -> str:
+def _types_of_tensors(checkpoint: Checkpoint) -> str:
     sizes: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         if len(info.shape) > 1:

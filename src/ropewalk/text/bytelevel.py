@@ -61,7 +61,7 @@ class ByteLevelBPE:
     add_space_prefix = False
 
     def __init__(self, vocab: Vocab, metadata: Mapping[str, object]) -> None:
-        rule = pre_split(vocab.pre)
+        rule = pre_split(vocab.pre, metadata)
         self.add_bos = rule.add_bos
         self._n = len(vocab.tokens)
         texts = dict(zip(_decoded(vocab.tokens), range(self._n), strict=True))

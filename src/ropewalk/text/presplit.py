@@ -10,9 +10,11 @@ apostrophe endings are matched in ASCII letters of both cases only, so that U+01
 as an s. This module knows nothing of vocabularies.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from ropewalk.errors import UnsupportedModelError
+from ropewalk.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,22 @@ RULES: dict[str, PreSplit] = {
 }
 
 
-def pre_split(name: str) -> PreSplit:
-    """Return the rule of a `tokenizer.ggml.pre` name; raises UnsupportedModelError for an unknown one."""
+OWN = "ropewalk-own"
+"""The name that stands for expressions in the metadata themselves: `tokenizer.json` has no names of rules."""
+
+
+def pre_split(name: str, metadata: Mapping[str, object] = MappingProxyType({})) -> PreSplit:
+    """Return the rule of a `tokenizer.ggml.pre` name.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The name is unknown.
+    CheckpointError
+        The metadata is to have the expressions itself (`OWN`), and has none that can be used.
+    """
+    if name == OWN:
+        return _own_rule(metadata)
     try:
         return RULES[name]
     except KeyError:
@@ -98,3 +114,21 @@ def pre_split(name: str) -> PreSplit:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre is {name!r}: no such pre-split rule is known; known are {known}"
         ) from None
+
+
+def _own_rule(metadata: Mapping[str, object]) -> PreSplit:
+    key = "tokenizer.ropewalk.pre_split"
+    patterns = metadata.get(key)
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(map(_is_pattern, patterns)):
+        raise CheckpointError(f"{key} is not an array of regular expressions")
+    return PreSplit(tuple(patterns), metadata.get("tokenizer.ropewalk.ignore_merges") is True)
+
+
+def _is_pattern(text: object) -> bool:
+    """Whether Oniguruma, the library behind `tokenizers`, accepts an expression."""
+    from tokenizers import Regex
+
+    try:
+        return isinstance(text, str) and len(text) < 1 << 14 and Regex(text) is not None
+    except Exception:
+        return False

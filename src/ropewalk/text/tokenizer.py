@@ -88,6 +88,11 @@ class Tokenizer:
         return cls(read_vocab(metadata), metadata)
 
     @property
+    def spellings(self) -> list[bytes]:
+        """Text of each token as the file spells it."""
+        return self._vocab.tokens
+
+    @property
     def description(self) -> TokenizerDescription:
         """What `inspect` shows of the tokenizer."""
         vocab = self._vocab

@@ -194,12 +194,31 @@ def _fim_ends(metadata: Mapping[str, object], vocab: _Draft) -> set[int]:
     return ends
 
 
+def _own_end_ids(metadata: Mapping[str, object], n: int) -> Iterable[int]:
+    """Ends of a generation as `generation_config.json` lists them; GGUF's own keys have room for three."""
+    key = "tokenizer.ropewalk.end_token_ids"
+    ids = metadata.get(key)
+    if ids is None:
+        return []
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) > 256:
+        raise CheckpointError(f"{key} is not a short array of token ids")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < n:
+        raise CheckpointError(f"{key} is {ids.tolist()}, but the token ids are 0 to {n - 1}")
+    found: list[int] = ids.tolist()
+    return found
+
+
 def _end_ids(metadata: Mapping[str, object], vocab: _Draft, eos_id: int | None) -> frozenset[int]:
     """Collect the ids that end a generation; tokens found by their text become CONTROL."""
     n, kinds = len(vocab.tokens), vocab.kinds
     by_text = vocab.find(_END_TEXTS)
     kinds.update(dict.fromkeys(by_text, Kind.CONTROL))
-    by_key = (eos_id, _token_id(metadata, "eot", n), _token_id(metadata, "eom", n))
+    by_key = (
+        eos_id,
+        _token_id(metadata, "eot", n),
+        _token_id(metadata, "eom", n),
+        *_own_end_ids(metadata, n),
+    )
     ends = {*by_text, *_fim_ends(metadata, vocab), *(i for i in by_key if i is not None)}
     kinds.update(dict.fromkeys(vocab.find(_ALWAYS_SHOWN), Kind.USER_DEFINED))
 

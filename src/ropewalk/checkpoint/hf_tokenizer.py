@@ -1,0 +1,414 @@
+"""`tokenizer.json` and its neighbours as GGUF metadata: tokens, merges or scores, special tokens, chat template.
+
+Two kinds are read: byte-level BPE, and BPE over characters with ▁ for spaces as SentencePiece has it. How a
+byte-level vocabulary cuts text into words goes by a name in GGUF; where the rule of a file is none that has
+a name, its regular expressions themselves are put under keys of ours (`tokenizer.ropewalk.…`). Scores of
+SentencePiece tokens come from `tokenizer.model` where there is one, else from the order of the merges.
+
+Everything is checked for its type here; what the values mean is for `ropewalk.text` to judge.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ropewalk.checkpoint.cursor import show
+from ropewalk.checkpoint.sentencepiece import (
+    BYTE,
+    CONTROL,
+    MAX_FILE_BYTES,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    read_pieces,
+)
+from ropewalk.errors import CheckpointError, UnsupportedModelError
+
+MAX_TOKENS = 1 << 22
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _gpt4(digits: str) -> str:
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+RULE_NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
+    ((_GPT2,), False): "gpt-2",
+    ((r"\p{N}", _GPT2), False): "smollm",
+    ((_gpt4(r"\p{N}{1,3}"),), True): "llama-bpe",
+    ((_gpt4(r"\p{N}{1,3}"),), False): "glm4",
+    ((_gpt4(r"\p{N}"),), False): "qwen2",
+}
+"""GGUF's names of pre-split rules, by the expressions in the order of use and whether whole words come first."""
+
+
+@dataclass
+class _Draft:
+    """The vocabulary while it is being put together."""
+
+    label: str
+    tokens: dict[int, str]
+    types: dict[int, int] = field(default_factory=dict)
+
+    def id_of(self, text: str) -> int | None:
+        return next((i for i, token in self.tokens.items() if token == text), None)
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of the folder, of bounded size.
+
+    Raises
+    ------
+    CheckpointError
+        If it is not JSON or too long.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: up to {MAX_FILE_BYTES}")
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise CheckpointError(f"{path} cannot be read: {reason[:200]}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """As `read_json`, for a file that must hold an object; {} where there is none."""
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {show(value)}; it must be a JSON object")
+    return value
+
+
+def tokenizer_metadata(folder: Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, object]:
+    """Read everything about text in a folder.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+    config : mapping
+        `config.json`, for token ids that stand nowhere else.
+    vocab_size : int
+        Rows of the embedding; ids that no token has become unused ones.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing or malformed.
+    UnsupportedModelError
+        A kind of tokenizer, or a step of one, that is not implemented.
+    """
+    options = read_object(folder / "tokenizer_config.json")
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        saved = read_object(path)
+        draft, metadata = _from_json(saved, str(path))
+    elif (folder / "tokenizer.model").is_file():
+        saved, path = {}, folder / "tokenizer.model"
+        draft, metadata = _from_sentencepiece(path)
+    else:
+        raise CheckpointError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+    if metadata["tokenizer.ggml.model"] == "llama" and saved and (folder / "tokenizer.model").is_file():
+        _take_scores(folder / "tokenizer.model", draft, metadata)
+    _add_tokens(draft, saved.get("added_tokens", []), options.get("added_tokens_decoder", {}))
+    _fill(draft, vocab_size, metadata)
+    metadata |= _specials(draft, options, config, read_object(folder / "generation_config.json"))
+    metadata |= _ends_of_text(draft, saved, options, metadata)
+    return metadata | _templates(folder, options)
+
+
+def _from_json(saved: Mapping[str, Any], label: str) -> tuple[_Draft, dict[str, object]]:
+    model = saved.get("model")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or kind != "BPE":
+        raise UnsupportedModelError(
+            f"{label}: a tokenizer of the type {show(kind)} is not supported; supported: BPE"
+        )
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < MAX_TOKENS for i in vocab.values()):
+        raise CheckpointError(f"{label}: model.vocab is {show(vocab)}; it must map tokens to ids")
+    draft = _Draft(label, {i: token for token, i in vocab.items()})
+    if len(draft.tokens) < len(vocab):
+        raise CheckpointError(f"{label}: two tokens of model.vocab have the same id")
+    merges = [_merge(pair, label) for pair in model.get("merges", [])]
+    steps = list(_flat(saved.get("pre_tokenizer"), "pretokenizers"))
+    if any(s.get("type") == "ByteLevel" for s in steps):
+        return draft, _byte_level(saved, model, merges, steps, label)
+    return draft, _character_level(saved, model, merges, steps, draft)
+
+
+def _merge(pair: object, label: str) -> tuple[str, str]:
+    parts = pair.split(" ") if isinstance(pair, str) else pair
+    if isinstance(parts, list) and len(parts) == 2 and all(isinstance(p, str) and p for p in parts):
+        return parts[0], parts[1]
+    raise CheckpointError(f"{label}: the merge {show(pair)} is not two tokens")
+
+
+def _flat(step: object, inside: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a pipeline, sequences of steps opened."""
+    if isinstance(step, Mapping):
+        if step.get("type") == "Sequence":
+            for each in step.get(inside) or []:
+                yield from _flat(each, inside)
+        else:
+            yield step
+
+
+def _byte_level(
+    saved: Mapping[str, Any],
+    model: Mapping[str, Any],
+    merges: Sequence[tuple[str, str]],
+    steps: Sequence[Mapping[str, Any]],
+    label: str,
+) -> dict[str, object]:
+    for step in _flat(saved.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise UnsupportedModelError(
+                f"{label}: the normalizer {show(step.get('type'))} is not supported; supported: NFC"
+            )
+    patterns = tuple(p for step in steps for p in _patterns(step, label))
+    whole_words = model.get("ignore_merges", False) is True
+    metadata: dict[str, object] = {"tokenizer.ggml.model": "gpt2"}
+    metadata["tokenizer.ggml.merges"] = [f"{a} {b}" for a, b in merges]
+    if name := RULE_NAMES.get((patterns, whole_words)):
+        metadata["tokenizer.ggml.pre"] = name
+    else:
+        metadata["tokenizer.ggml.pre"] = "ropewalk-own"
+        metadata["tokenizer.ropewalk.pre_split"] = list(patterns)
+        metadata["tokenizer.ropewalk.ignore_merges"] = whole_words
+    return metadata
+
+
+def _patterns(step: Mapping[str, Any], label: str) -> list[str]:
+    """What one step of cutting text into words is as regular expressions whose matches are words."""
+    kind = step.get("type")
+    if kind == "ByteLevel" and not step.get("add_prefix_space", False):
+        return [_GPT2] if step.get("use_regex", True) else []
+    if kind == "Digits":
+        return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
+    if kind == "Punctuation" and step.get("behavior", "Isolated") in ("Isolated", "Contiguous"):
+        one = r"[\p{P}$+<=>^`|~]"
+        return [one + "+" if step.get("behavior") == "Contiguous" else one]
+    if kind == "Split" and isinstance(pattern := step.get("pattern"), dict):
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert")
+        inverted = step.get("behavior") == "Removed" and step.get("invert")
+        if isolated or inverted:
+            if isinstance(pattern.get("Regex"), str):
+                return [pattern["Regex"]]
+            if isinstance(pattern.get("String"), str):
+                return [re.escape(pattern["String"])]
+    raise UnsupportedModelError(f"{label}: the step {show(step)} of cutting text into words is not supported")
+
+
+def _character_level(
+    saved: Mapping[str, Any],
+    model: Mapping[str, Any],
+    merges: Sequence[tuple[str, str]],
+    steps: Sequence[Mapping[str, Any]],
+    draft: _Draft,
+) -> dict[str, object]:
+    """SentencePiece's kind. The score of a token is its place in the order in which merges make tokens."""
+    prefix = _space_prefix(saved, steps, draft.label)
+    size = max(draft.tokens, default=-1) + 1
+    scores = np.zeros(size, np.float32)
+    ids = {token: i for i, token in draft.tokens.items()}
+    ranks: dict[str, int] = {}
+    for a, b in merges:
+        ranks.setdefault(a + b, len(ranks))
+    for text, rank in ranks.items():
+        if text not in ids:
+            raise CheckpointError(f"{draft.label}: a merge makes {show(text)}, which is not a token")
+        scores[ids[text]] = -rank
+    for i, token in draft.tokens.items():
+        if _BYTE.fullmatch(token):
+            draft.types[i] = BYTE
+    metadata: dict[str, object] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+    metadata |= {"tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": prefix}
+    unknown = model.get("unk_token")
+    if isinstance(unknown, str) and unknown in ids:
+        draft.types[ids[unknown]] = UNKNOWN
+        metadata["tokenizer.ggml.unknown_token_id"] = ids[unknown]
+    return metadata
+
+
+def _space_prefix(saved: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], label: str) -> bool:
+    """Whether a text is read as if a space came before it; refuses any other change of the text."""
+    prefix = spaces = False
+    for step in [*_flat(saved.get("normalizer"), "normalizers"), *steps]:
+        kind = step.get("type")
+        if kind == "Prepend" and step.get("prepend") == "▁":
+            prefix = True
+        elif kind == "Metaspace" and step.get("replacement", "▁") == "▁":
+            spaces = True
+            scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            prefix = prefix or scheme != "never"
+        elif kind == "Replace" and step.get("pattern") == {"String": " "} and step.get("content") == "▁":
+            spaces = True
+        elif kind == "Split" and step.get("pattern") == {"String": " "}:
+            continue  # no space is left to split at
+        else:
+            raise UnsupportedModelError(f"{label}: the step {show(step)} of preparing text is not supported")
+    if not spaces:
+        raise UnsupportedModelError(
+            f"{label}: neither bytes nor ▁ for spaces: this kind of tokenizer is not supported"
+        )
+    return prefix
+
+
+def _add_tokens(draft: _Draft, listed: object, decoder: object) -> None:
+    """Tokens beside the vocabulary, and what they are: control tokens, or words that are always found."""
+    rows = list(listed) if isinstance(listed, list) else []
+    if isinstance(decoder, Mapping) and not rows:
+        rows = [
+            {"id": int(i), **row}
+            for i, row in decoder.items()
+            if str(i).isdigit() and isinstance(row, Mapping)
+        ]
+    for row in rows:
+        i, text = (row.get("id"), row.get("content")) if isinstance(row, Mapping) else (None, None)
+        if not isinstance(i, int) or not isinstance(text, str) or not 0 <= i < MAX_TOKENS:
+            raise CheckpointError(f"{draft.label}: the added token {show(row)} lacks id or content")
+        if draft.tokens.setdefault(i, text) != text:
+            raise CheckpointError(
+                f"{draft.label}: token {i} is {show(draft.tokens[i])} and, as an added token, {show(text)}"
+            )
+        if draft.types.get(i) != UNKNOWN:
+            draft.types[i] = CONTROL if row.get("special") else USER_DEFINED
+
+
+def _fill(draft: _Draft, vocab_size: int, metadata: dict[str, object]) -> None:
+    """Make the vocabulary as long as the embedding: unused tokens for gaps, no added ones beyond its end."""
+    beyond = [i for i in draft.tokens if i >= vocab_size]
+    if lost := [i for i in beyond if draft.types.get(i, NORMAL) in (NORMAL, BYTE)]:
+        raise CheckpointError(
+            f"{draft.label}: token {lost[0]} ({show(draft.tokens[lost[0]])}) is beyond the {vocab_size} rows "
+            "of the embedding"
+        )
+    for i in beyond:
+        del draft.tokens[i]
+    taken = set(draft.tokens.values())
+    for i in range(vocab_size):
+        if i not in draft.tokens:
+            name = f"[PAD{i}]"
+            draft.tokens[i] = name if name not in taken else f"[PAD{i}]▁"
+            draft.types[i] = UNUSED
+    metadata["tokenizer.ggml.tokens"] = [draft.tokens[i] for i in range(vocab_size)]
+    metadata["tokenizer.ggml.token_type"] = np.array(
+        [draft.types.get(i, NORMAL) for i in range(vocab_size)], np.int32
+    )
+    scores = metadata.get("tokenizer.ggml.scores")
+    if isinstance(scores, np.ndarray):
+        full = np.full(vocab_size, -1e6, np.float32)
+        full[: len(scores)] = scores[:vocab_size]
+        metadata["tokenizer.ggml.scores"] = full
+
+
+def _specials(
+    draft: _Draft, options: Mapping[str, Any], config: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, object]:
+    """Ids of the tokens that begin, end and pad a text, and of all that end a generation."""
+    ids = {token: i for i, token in draft.tokens.items()}
+    metadata: dict[str, object] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        token = options.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, Mapping) else token
+        i = ids.get(text) if isinstance(text, str) else None
+        if i is None and f"{name}_token" not in options:
+            i = next(iter(_ids(config.get(f"{name}_token_id"), draft)), None)
+        if i is not None:
+            metadata[f"tokenizer.ggml.{key}_token_id"] = i
+    ends = _ids(generation.get("eos_token_id"), draft) or _ids(config.get("eos_token_id"), draft)
+    if ends:
+        metadata.setdefault("tokenizer.ggml.eos_token_id", ends[0])
+        metadata["tokenizer.ropewalk.end_token_ids"] = np.array(ends, np.int32)
+        others = [i for i in ends if i != metadata["tokenizer.ggml.eos_token_id"]]
+        if others:
+            metadata["tokenizer.ggml.eot_token_id"] = others[0]
+    return metadata
+
+
+def _ids(value: object, draft: _Draft) -> list[int]:
+    """One token id or several; ids that no token has are left out."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if type(i) is int and i in draft.tokens]
+
+
+def _ends_of_text(
+    draft: _Draft, saved: Mapping[str, Any], options: Mapping[str, Any], metadata: Mapping[str, object]
+) -> dict[str, object]:
+    """Whether texts get a BOS token in front and an EOS token at the end."""
+    first: object = None
+    last: object = None
+    for step in _flat(saved.get("post_processor"), "processors"):
+        single = step.get("single")
+        if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
+            first, last = (
+                item.get("SpecialToken", {}).get("id") if isinstance(item, Mapping) else None
+                for item in (single[0], single[-1])
+            )
+    found: dict[str, object] = {}
+    for name, text in (("bos", first), ("eos", last)):
+        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        said = options.get(f"add_{name}_token")
+        by_template = isinstance(i, int) and text is not None and draft.tokens.get(i) == text
+        wanted = said if isinstance(said, bool) else by_template
+        found[f"tokenizer.ggml.add_{name}_token"] = bool(wanted and i is not None)
+    return found
+
+
+def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
+    """The chat template, and others by name."""
+    found: object = options.get("chat_template")
+    if (path := folder / "chat_template.json").is_file():
+        found = read_object(path).get("chat_template", found)
+    if (path := folder / "chat_template.jinja").is_file():
+        try:
+            found = path.read_text("utf-8")
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{path} cannot be read: {e}") from None
+    if found is None:
+        return {}
+    named = {"default": found} if isinstance(found, str) else found
+    if isinstance(named, list):
+        named = {row.get("name"): row.get("template") for row in named if isinstance(row, Mapping)}
+    if not isinstance(named, Mapping) or not all(isinstance(x, str) for pair in named.items() for x in pair):
+        raise CheckpointError(f"{folder}: the chat template is {show(found)}; it must be a text")
+    key = "tokenizer.chat_template"
+    return {key if name == "default" else f"{key}.{name}": text for name, text in named.items()}
+
+
+def _from_sentencepiece(path: Path) -> tuple[_Draft, dict[str, object]]:
+    """A vocabulary from `tokenizer.model` alone."""
+    pieces = read_pieces(path)
+    draft = _Draft(str(path), dict(enumerate(pieces.texts)), dict(enumerate(pieces.kinds)))
+    metadata: dict[str, object] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+    metadata["tokenizer.ggml.scores"] = np.array(pieces.scores, np.float32)
+    metadata["tokenizer.ggml.add_space_prefix"] = pieces.space_prefix
+    if UNKNOWN in pieces.kinds:
+        metadata["tokenizer.ggml.unknown_token_id"] = pieces.kinds.index(UNKNOWN)
+    return draft, metadata
+
+
+def _take_scores(path: Path, draft: _Draft, metadata: dict[str, object]) -> None:
+    """Put in the true scores where the two files have the same tokens."""
+    pieces = read_pieces(path)
+    scores = metadata["tokenizer.ggml.scores"]
+    assert isinstance(scores, np.ndarray)
+    n = min(len(scores), len(pieces.texts))
+    if all(draft.tokens.get(i) == pieces.texts[i] or pieces.kinds[i] != NORMAL for i in range(n)):
+        scores[:n] = pieces.scores[:n]
+        for i in range(n):
+            if pieces.kinds[i] != NORMAL:
+                draft.types.setdefault(i, pieces.kinds[i])

@@ -1,0 +1,172 @@
+"""Hugging Face folders: logits of tiny models equal transformers'; what is missing or unknown is refused by name."""
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ropewalk.checkpoint.assemble import rope_rows
+from ropewalk.checkpoint.base import open_checkpoint
+from ropewalk.errors import CheckpointError, UnsupportedModelError
+from ropewalk.model.config import ModelConfig
+from ropewalk.model.reference import Reference
+from ropewalk.model.rope import rotate
+
+DATA = Path(__file__).parents[1] / "data"
+FAMILIES = json.loads(lzma.decompress((DATA / "hf-families.json.xz").read_bytes()))
+
+
+def reference(path) -> Reference:
+    checkpoint = open_checkpoint(path)
+    return Reference(ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors), checkpoint)
+
+
+UNSCALED = [f for f, made in FAMILIES.items() if "factor" not in str(made["config"].get("rope_parameters"))]
+
+
+@pytest.mark.parametrize("family", UNSCALED)
+def test_logits_are_those_of_transformers(tmp_path, folders, family):
+    """B1 for every family: a wrong permutation, split or transpose gives other logits."""
+    path = folders.write(tmp_path / "m", folders.parts(family))
+    made = FAMILIES[family]
+    logits = reference(path).logits(made["ids"])[made["positions"]]
+    expected = np.array(made["logits"], np.float32)
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_b1_permuted_rows_turn_halves_into_neighbours():
+    """Converter with n_head = 4, n_kv = 2: rotating the permuted rows as neighbours permutes the rotated halves."""
+    rng = np.random.default_rng(3)
+    for n_heads in (4, 2):
+        x = rng.standard_normal(n_heads * 8).astype(np.float32)
+        angle = 0.7 * 10.0 ** -np.arange(4, dtype=np.float32)
+        cos, sin = np.cos(angle), np.sin(angle)
+        rows = rope_rows(n_heads, 8)
+        halves = rotate(x.reshape(n_heads, 8), cos, sin, "halves").reshape(-1)
+        neighbours = rotate(x[rows].reshape(n_heads, 8), cos, sin, "neighbours").reshape(-1)
+        assert np.array_equal(neighbours, halves[rows])
+    assert rope_rows(1, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert rope_rows(2, 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_halves_stay_what_they_are(tmp_path, folders, dtype):
+    parts = folders.parts("llama")
+    half = {n: a.astype(np.float16) for n, a in parts.tensors.items()}
+    if dtype == "BF16":
+        half = {n: (a.view(np.uint32) >> 16).astype(np.uint16) for n, a in parts.tensors.items()}
+    parts.tensors = {n: (dtype, a) for n, a in half.items()}
+    path = folders.write(tmp_path / "m", parts)
+    checkpoint = open_checkpoint(path)
+    info = checkpoint.tensors["blk.0.ffn_up.weight"]
+    assert info.format.name == dtype
+    stored = half["model.layers.0.mlp.up_proj.weight"]
+    assert checkpoint.raw("blk.0.ffn_up.weight").tobytes() == stored.tobytes()
+    assert checkpoint.tensors["blk.0.attn_norm.weight"].format.name == "F32"
+    logits = reference(path).logits(FAMILIES["llama"]["ids"])[FAMILIES["llama"]["positions"]]
+    assert np.abs(logits - np.array(FAMILIES["llama"]["logits"])).max() < 0.1
+
+
+def test_shards_give_the_same_logits(tmp_path, folders):
+    parts = folders.parts("llama")
+    path = folders.write(tmp_path / "m", parts)
+    whole = reference(path).logits([5, 6, 7])
+    (path / "model.safetensors").unlink()
+    names = sorted(parts.tensors)
+    places = {n: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, n in enumerate(names)}
+    for file in set(places.values()):
+        folders.save(path / file, {n: parts.tensors[n] for n in names if places[n] == file})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert np.array_equal(reference(path).logits([5, 6, 7]), whole)
+    assert open_checkpoint(path).kind == "safetensors in 2 files"
+
+
+def test_g5_the_output_matrix(tmp_path, folders):
+    """Absent: the embedding. There: used even if the configuration says tied, unless it is the embedding again."""
+    parts = folders.parts("llama")
+    parts.config["tie_word_embeddings"] = True
+    with pytest.warns(UserWarning, match="output matrix of its own"):
+        checkpoint = open_checkpoint(folders.write(tmp_path / "m", parts))
+    assert "output.weight" in checkpoint.tensors
+    parts.tensors["lm_head.weight"] = parts.tensors["model.embed_tokens.weight"].copy()
+    assert "output.weight" not in open_checkpoint(folders.write(tmp_path / "m", parts)).tensors
+    del parts.tensors["lm_head.weight"], parts.config["tie_word_embeddings"]
+    path = folders.write(tmp_path / "m", parts)
+    checkpoint = open_checkpoint(path)
+    assert ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors).tied_output
+
+
+def test_g5_missing_and_unknown_tensors(tmp_path, folders):
+    parts = folders.parts("llama")
+    parts.tensors["model.layers.0.extra.weight"] = np.ones(3, np.float32)
+    with pytest.warns(UserWarning, match=r"'model\.layers\.0\.extra\.weight' is unknown"):
+        open_checkpoint(folders.write(tmp_path / "m", parts))
+    del parts.tensors["model.layers.0.extra.weight"], parts.tensors["model.layers.1.mlp.up_proj.weight"]
+    checkpoint = open_checkpoint(folders.write(tmp_path / "m", parts))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing"):
+        ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+
+
+def test_a_model_that_also_sees_is_read_as_text(tmp_path, folders):
+    parts = folders.parts("gemma3")
+    plain = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])
+    parts.config = {"model_type": "gemma3", "text_config": parts.config, "vision_config": {}}
+    parts.tensors = {f"language_model.{n}": a for n, a in parts.tensors.items()}
+    parts.tensors["vision_tower.x.weight"] = np.ones((2, 2), np.float32)
+    path = folders.write(tmp_path / "b", parts)
+    with pytest.warns(UserWarning, match="1 tensors of other senses are not used"):
+        seeing = reference(path)
+    assert np.array_equal(seeing.logits([5, 6, 7]), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"model_type": "lama"}, UnsupportedModelError, "'lama' is not supported; the nearest are llama"),
+        ({"model_type": None}, UnsupportedModelError, "model_type"),
+        ({"hidden_act": "relu"}, UnsupportedModelError, "the activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, UnsupportedModelError, "rope_type = 'spiral'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModelError, "hqq"),
+        ({"num_hidden_layers": None}, CheckpointError, "num_hidden_layers"),
+        ({"hidden_size": "32"}, CheckpointError, "hidden_size is '32'"),
+        ({"num_key_value_heads": 3}, CheckpointError, "4 heads"),
+        ({"num_key_value_heads": 4}, CheckpointError, r"k_proj\.weight has shape \[16, 32\]"),
+        ({"partial_rotary_factor": 1.5}, CheckpointError, "1.5"),
+    ],
+)
+def test_a_configuration_that_cannot_be(tmp_path, folders, changes, kind, words):
+    parts = folders.parts("llama")
+    parts.config |= changes
+    with pytest.raises(kind, match=words):
+        open_checkpoint(folders.write(tmp_path / "m", parts))
+
+
+def test_what_is_no_model_folder(tmp_path, folders):
+    with pytest.raises(CheckpointError, match=r"no config\.json; it is empty"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="pickled PyTorch"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        open_checkpoint(tmp_path)
+    path = folders.write(tmp_path / "m", folders.parts("llama"))
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    assert open_checkpoint(path).paths[0].name == "a.safetensors"
+    (path / "b.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"several files.*a\.safetensors, b\.safetensors"):
+        open_checkpoint(path)
+    assert open_checkpoint(path / "a.safetensors").kind == "safetensors"
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        open_checkpoint(path / "a.safetensors")
+
+
+def test_a_folder_with_one_gguf_model_is_that_model(tmp_path, craft):
+    (tmp_path / "m.gguf").write_bytes(craft.every_kind())
+    assert open_checkpoint(tmp_path).path.name == "m.gguf"
+    (tmp_path / "n.gguf").write_bytes(craft.every_kind())
+    with pytest.raises(CheckpointError, match=r"several GGUF models.*m\.gguf, n\.gguf"):
+        open_checkpoint(tmp_path)
