@@ -214,6 +214,7 @@ class LLM:
         self.chat_template = template
         self.config = backend.config
         self.context_length = size.context_length
+        self.max_batch = max_batch
         self._passes = Passes(backend, cache_dtype, token_budget)
         engine = Engine(
             backend,

@@ -144,8 +144,8 @@ def find(model: str) -> Path:
         return resolve(model, progress=progress)
 
 
-def open_llm(model: str, machine: Machine) -> LLM:
-    """A model that answers one request at a time; to be closed. What `find` and `LLM` raise is raised here."""
+def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
+    """A model that answers `max_batch` requests at a time; to be closed. What `find` and `LLM` raise is raised here."""
     from ropewalk import LLM
 
     with progress_on_stderr() as progress:
@@ -156,6 +156,6 @@ def open_llm(model: str, machine: Machine) -> LLM:
             cache_dtype=machine.cache_dtype,
             kv_memory=machine.kv_memory,
             prefix_cache=machine.prefix_cache,
-            max_batch=1,
+            max_batch=max_batch,
             progress=progress,
         )
