@@ -162,7 +162,7 @@ class _Calls:
             self._held = text = text.removeprefix(PYTHON_TAG).lstrip()
         if not text and not last:
             return None
-        if not self._format.marker and text.startswith("{"):
+        if text.startswith("{"):  # also where there is a marker: small models forget it
             self._state = "head"
         elif self._format.marker and text.startswith(self._format.marker):
             self._held, self._state = text, "text"

@@ -46,6 +46,8 @@ class Conversation:
     ----------
     llm : LLM
     request : ChatRequest
+    add_generation_prompt : bool
+        End with the beginning of an answer.
 
     Attributes
     ----------
@@ -55,7 +57,7 @@ class Conversation:
         How calls are written; None if there are to be none.
     """
 
-    def __init__(self, llm: LLM, request: ChatRequest) -> None:
+    def __init__(self, llm: LLM, request: ChatRequest, *, add_generation_prompt: bool = True) -> None:
         template = llm.chat_template
         if template is None:
             raise ApiError("this model has no chat template; use /v1/completions", param="model")
@@ -76,7 +78,9 @@ class Conversation:
         variables = request.chat_template_kwargs or {}
         if wrong := OURS & variables.keys():
             raise ApiError(f"chat_template_kwargs cannot set {min(wrong)!r}", param="chat_template_kwargs")
-        self.text = template.render(messages, tools=tools, **variables)
+        self.text = template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
         self.thinks = THINK in template.source or END_THINK in template.source
         self.thinking = self.text.rstrip().endswith(THINK)
         self._llm = llm

@@ -38,7 +38,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """How tokens are chosen, and when to stop."""
 
-    model: str | None = Field(None, description="A name of /v1/models. Default: the first.")
+    model: str | None = Field(default=None, description="A name of /v1/models. Default: the first.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -58,7 +58,7 @@ class Sampling(Body):
             Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
         ]
         | None
-    ) = Field(None, max_length=1024)
+    ) = Field(default=None, max_length=1024)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: (
         Annotated[str, Field(min_length=1, max_length=1024)]
@@ -71,12 +71,13 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    user: str | None = Field(None, description="Written to the access log.")
+    user: str | None = Field(default=None, description="Written to the access log.")
     regex: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="The answer matches this regular expression (Rust's syntax, without look-around)."
+        default=None,
+        description="The answer matches this regular expression (Rust's syntax, without look-around).",
     )
     grammar: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="The answer is a sentence of this Lark grammar, as llguidance reads them."
+        default=None, description="The answer is a sentence of this Lark grammar, as llguidance reads them."
     )
 
     @model_validator(mode="after")
@@ -146,10 +147,10 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
-    name: str | None = Field(None, description="Handed to the template.")
+    name: str | None = Field(default=None, description="Handed to the template.")
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="Handed to the template.")
+    reasoning_content: str | None = Field(default=None, description="Handed to the template.")
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -192,7 +193,9 @@ class Function(Body):
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = Field(None, description="Arguments are always held to the parameters' schema.")
+    strict: bool | None = Field(
+        default=None, description="Arguments are always held to the parameters' schema."
+    )
 
 
 class Tool(Body):
@@ -227,7 +230,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = Field(
-        None, description="Variables for the template, such as enable_thinking."
+        default=None, description="Variables for the template, such as enable_thinking."
     )
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -298,8 +301,8 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool | None = Field(None, description="With messages; default true.")
-    add_special_tokens: bool | None = Field(None, description="With a prompt; default true.")
+    add_generation_prompt: bool | None = Field(default=None, description="With messages; default true.")
+    add_special_tokens: bool | None = Field(default=None, description="With a prompt; default true.")
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

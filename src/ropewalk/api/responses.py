@@ -102,7 +102,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -149,8 +149,10 @@ class ResponseRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Echoed.")
-    user: str | None = Field(None, description="Written to the access log.")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(
+        default=None, description="Echoed."
+    )
+    user: str | None = Field(default=None, description="Written to the access log.")
     store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
