@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ropewalk import __version__
-from ropewalk.cli import bench, chat, doctor, inspect_, list_, plan, pull, rm, run, warmup
+from ropewalk.cli import bench, chat, doctor, inspect_, list_, plan, pull, rm, run, serve, warmup
 
 HELP = """Text from language models, in pure Python.
 
@@ -43,6 +43,7 @@ def build() -> typer.Typer:
     app.callback()(_before_verbs)
     app.command("run")(run.run)
     app.command("chat")(chat.chat)
+    app.command("serve")(serve.serve)
     app.command("pull")(pull.pull)
     app.command("list")(list_.list_models)
     app.command("rm")(rm.remove)
