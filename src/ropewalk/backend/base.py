@@ -229,6 +229,15 @@ class Backend(Protocol):
         """
         ...
 
+    def hidden(self, batch: StepBatch, cache: Any) -> Float32Array:
+        """Run one step, and return every token's hidden state after the output norm instead of logits.
+
+        Returns
+        -------
+        float32 [n, hidden_size]
+        """
+        ...
+
     def close(self) -> None:
         """Release weights and threads; the backend cannot be used afterwards."""
         ...

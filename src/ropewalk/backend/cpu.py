@@ -45,6 +45,7 @@ from ropewalk.kernels.pointwise import GELU_TANH, SILU
 from ropewalk.kernels.tables import Job, Layer
 from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.reference import output_norm
 from ropewalk.model.rope import cos_sin, inverse_frequencies
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
@@ -237,6 +238,17 @@ class CpuBackend:
                 self._run(batch, cache, slice(start, stop), rows, logits, record)
                 done += len(rows)
             return self._logits[:m, : self.config.vocab_size]
+
+    def hidden(self, batch: StepBatch, cache: CpuCache) -> Float32Array:
+        """Run one step without logits; the last layer's output after the output norm, float32 [n, hidden_size]."""
+        n, rows = len(batch.tokens), np.zeros(0, np.int32)
+        outputs = np.empty((n, self.config.hidden_size), np.float32)
+        with self._lock:
+            for start in range(0, n, MAX_TOKENS):
+                stop = min(start + MAX_TOKENS, n)
+                self._run(batch, cache, slice(start, stop), rows, self._logits[:0], None)
+                outputs[start:stop] = self._buffers[Job.X][: stop - start]
+        return output_norm(self.config, outputs, self.weights.vectors)
 
     def read_bandwidth(self, n_sweeps: int = 4) -> float:
         """Bytes per second at which its threads read its weights and do nothing else: the bound of decoding."""

@@ -44,6 +44,8 @@ NORM_BIASES = frozenset(("attn_norm", "attn_norm_2", "ffn_norm", "output_norm"))
 MAX_SIZE = 2**31 - 1
 """Largest size, vocabulary or position: token ids and positions are int32 everywhere."""
 
+POOLINGS = ("", "mean", "cls", "last")  # by their number in GGUF; 4, which ranks, needs tensors that no family has
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -133,6 +135,8 @@ class ModelConfig:
         Whether the output matrix is the embedding matrix (the file has no `output.weight`).
     attention_softcap, logit_softcap
         c > 0: scores x become c · tanh(x / c); 0: unchanged.
+    pooling
+        How the hidden states of a text become its embedding: "mean", "cls" (the first) or "last"; empty: not stated.
     """
 
     architecture: str
@@ -171,6 +175,7 @@ class ModelConfig:
     sinks: bool
     experts: ExpertConfig | None
     layer_experts: tuple[bool, ...]
+    pooling: str
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> ModelConfig:
@@ -243,6 +248,7 @@ class ModelConfig:
             sinks=family.sinks,
             experts=experts,
             layer_experts=layer_experts,
+            pooling=POOLINGS[keys.integer("pooling_type", 0, low=0, high=len(POOLINGS) - 1)],
         )
         keys.check_the_rest()
         check_tensors(config, tensors)

@@ -15,6 +15,7 @@ Knows nothing of requests, pages or threads.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -321,6 +322,14 @@ def softcap(x: Float32Array, cap: float) -> Float32Array:
     """cap · tanh(x / cap), which stays within ±cap; x itself when cap is 0."""
     capped: Float32Array = np.float32(cap) * np.tanh(x / np.float32(cap)) if cap else x
     return capped
+
+
+def output_norm(config: ModelConfig, x: Float32Array, vectors: Mapping[str, Float32Array]) -> Float32Array:
+    """The norm before the output matrix; `vectors` has its weight, and its bias if there is one, by tensor name."""
+    weight = vectors["output_norm.weight"]
+    if config.layer_norm:
+        return layer_norm(x, weight, vectors.get("output_norm.bias"), config.norm_eps)
+    return rms_norm(x, weight, config.norm_eps)
 
 
 def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
