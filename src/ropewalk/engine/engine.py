@@ -218,7 +218,7 @@ class Engine:
         ------
         InvalidParameterError
             If `params` do not fit the model or what is taken over: an end token is in it, it reaches `max_tokens`, or
-            it has no log-probabilities such as they ask for.
+            it has no log-probabilities such as they ask for, or a constraint is not at this place.
         """
         params = replace(request.params, n=1, seed=None) if params is None else params
         n_output = request.n_output if n_output is None else n_output
@@ -242,6 +242,7 @@ class Engine:
             slide=slide,
             priority=request.priority if priority is None else priority,
             cache_key=request.cache_key,
+            constraint=request.constraint.fork() if request.constraint else None,
             logprobs=[] if params.logprobs is None else request.logprobs[:n_output],
             arrived_s=time.perf_counter(),
         )
@@ -295,6 +296,10 @@ class Engine:
         if found := [token for token in request.output[:n_output] if token in ends]:
             raise InvalidParameterError(
                 f"the output to be forked has the end token {found[0]}; allowed: with ignore_eos, or before it"
+            )
+        if request.constraint is not None and (n_output < request.n_output or request.constraint.ended):
+            raise InvalidParameterError(
+                f"n_output is {n_output}; allowed under a constraint: all {request.n_output}, and before its end"
             )
         if n_output and params.logprobs not in (None, request.params.logprobs):
             raise InvalidParameterError(
