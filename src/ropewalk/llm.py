@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -397,15 +397,17 @@ class LLM:
         PromptError
             If there are no tokens, too many, or some outside the vocabulary.
         """
+        return np.concatenate([rows.copy() for rows in self.logits_in_parts(token_ids)])
+
+    def logits_in_parts(self, token_ids: Sequence[int]) -> Iterator[Float32Array]:
+        """Yield what `logits` returns a few rows at a time, each part valid until the next is asked for.
+
+        No other thread can generate before the iterator has ended or was closed.
+        """
         ids = self._checked_ids(token_ids)
-        logits = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
-        done = 0
         with self.driver.lock:
             self.driver.check_open()
-            for rows in self._passes.logits(ids):
-                logits[done : done + len(rows)] = rows
-                done += len(rows)
-        return logits
+            yield from self._passes.logits(ids)
 
     def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
         """How probable each of several continuations of a context is, in the model's own distribution.
