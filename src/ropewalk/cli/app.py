@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ropewalk import __version__
-from ropewalk.cli import bench, chat, doctor, inspect_, list_, plan, pull, rm, run, serve, warmup
+from ropewalk.cli import bench, chat, doctor, explain, inspect_, list_, plan, pull, rm, run, serve, warmup
 
 HELP = """Text from language models, in pure Python.
 
@@ -49,6 +49,7 @@ def build() -> typer.Typer:
     app.command("rm")(rm.remove)
     app.command("inspect")(inspect_.inspect)
     app.command("bench")(bench.bench)
+    app.command("explain")(explain.explain)
     app.command("plan")(plan.plan)
     app.command("warmup")(warmup.warmup)
     app.command("doctor")(doctor.doctor)

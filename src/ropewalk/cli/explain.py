@@ -1,0 +1,304 @@
+"""`ropewalk explain`: one generation, told step by step and token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ropewalk.cli.console import byte_size, columns, fields, one_line, say, tell, verb, write_json
+from ropewalk.cli.loading import open_llm
+from ropewalk.cli.options import Machine, machine, model_argument, sampling, takes
+from ropewalk.cli.run import checked_utf8, model_and_prompt, read_stdin
+from ropewalk.errors import GenerationError
+from ropewalk.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ropewalk import LLM
+    from ropewalk.engine.trace import TokenTrace
+    from ropewalk.explain import Story
+
+MAX_TOKENS = 8  # by default: a longer story is not read
+Rows = Sequence[Sequence[str]]
+
+
+def short(group: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
+    """The sampling options, but for the default of `--max-tokens`."""
+    signature = inspect.signature(group, eval_str=True)
+    changed = [
+        p.replace(default=MAX_TOKENS) if p.name == "max_tokens" else p for p in signature.parameters.values()
+    ]
+    wrapped = functools.wraps(group)(lambda **options: group(**options))
+    wrapped.__dict__["__signature__"] = signature.replace(parameters=changed)
+    return wrapped
+
+
+@verb
+@takes(params=short(sampling), machine=machine)
+def explain(
+    model: Annotated[str | None, model_argument()] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
+    *,
+    system: Annotated[
+        str | None, typer.Option("--system", help="A system message before the prompt.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
+    ] = False,
+    candidates: Annotated[
+        int, typer.Option("--candidates", min=0, help="Tell of so many of each draw's likeliest tokens.")
+    ] = 5,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write a timeline for ui.perfetto.dev or chrome://tracing."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    params: SamplingParams,
+    machine: Machine,
+) -> None:
+    """Generate a few tokens and tell the whole story.
+
+    For each step: its tokens, the bytes of weights and KV cache that it read, milliseconds, and the share of what the
+    machine's memory allows, measured around it. For each token: the likeliest candidates before and after every
+    sampling knob, what each knob removed, and the entropy. At the end: where the time went.
+    """
+    from ropewalk.explain import explain as run
+
+    if raw and system is not None:
+        raise typer.BadParameter("--raw is without a chat template: it excludes --system")
+    if trace is not None and not trace.parent.is_dir():
+        raise typer.BadParameter(f"--trace {trace}: there is no folder {trace.parent}")
+    model, prompt = model_and_prompt(model, prompt)
+    text = read_stdin() if prompt is None else checked_utf8(os.fsencode(prompt), "the prompt")
+    params = dataclasses.replace(params, trace=candidates)
+    with open_llm(model, machine) as llm:
+        is_chat = not raw and (system is not None or llm.has_chat_template)
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        story = run(llm, messages if is_chat else text, params)
+        if trace is not None:
+            write_timeline(trace, story, llm)
+        if as_json:
+            write_json({"file": model, **story.to_dict(llm)})
+        else:
+            show(story, llm, machine)
+
+
+def write_timeline(path: Path, story: Story, llm: LLM) -> None:
+    """The Chrome trace file.
+
+    Raises
+    ------
+    GenerationError
+        If it cannot be written.
+    """
+    whole = story.trace.to_chrome(lambda token: llm.decode([token], skip_special=False))
+    try:
+        path.write_text(json.dumps(whole, allow_nan=False))
+    except OSError as error:
+        raise GenerationError(f"--trace {path}: {error.strerror}") from None
+    tell(f"wrote {path}: open it at https://ui.perfetto.dev")
+
+
+def show(story: Story, llm: LLM, machine: Machine) -> None:
+    """The story as text."""
+    say(fields(facts(story, machine)))
+    say("\nSteps")
+    table(*steps_of(story, llm))
+    for number, token in enumerate(story.trace.tokens):
+        say("")
+        say(heading_of(number, token, llm))
+        table(*stages_of(token, story.params, llm))
+    say("\nWhere the time went")
+    table(*parts_of(story))
+    say("")
+    say("\n".join(sums_of(story)))
+    say(f"\n{one_line(story.output.text)}")
+
+
+def table(headings: Sequence[str], rows: Rows, left: Sequence[str]) -> None:
+    """A table on a terminal, aligned columns elsewhere; columns other than `left` are aligned right."""
+    if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        for heading in headings:
+            drawn.add_column(Text(heading), justify="left" if heading in left else "right", no_wrap=True)
+        for row in rows:
+            drawn.add_row(*map(Text, row))
+        Console().print(drawn)
+    else:
+        say(columns([headings, *rows], right=[i for i, h in enumerate(headings) if h not in left]))
+
+
+def facts(story: Story, machine: Machine) -> dict[str, str]:
+    """What the figures hold for."""
+    m, c = story.model, story.machine
+    elements = f"{m['layers']} layers x {m['kv_heads']} KV heads x {m['head_dim']} x 2 (keys, values)"
+    low, high = min(story.speeds), max(story.speeds)
+    return {
+        "model": f"{one_line(m['name'])} ({m['architecture']}): {m['layers']} layers, {m['heads']} heads, "
+        f"vocabulary {m['vocab_size']:,}",
+        "weights": f"{byte_size(m['weight_bytes'])} packed; each decode step reads all of them",
+        "KV cache": f"{m['cache_token_bytes']:,} bytes a token: {elements}, {machine.cache_dtype}; "
+        f"pages of {m['page_tokens']} tokens, {byte_size(m['cache_page_bytes'])}",
+        "machine": f"{c['cpu']}, {c['threads']} threads, {c['kernels']} kernels",
+        "bound": f"these weights can be read at {high / 1e9:.1f} GB/s "
+        f"({low / 1e9:.1f} to {high / 1e9:.1f} around the steps)",
+    }
+
+
+def quoted(llm: LLM, token_id: int) -> str:
+    """A token's text, in quotes."""
+    return json.dumps(one_line(llm.decode([token_id], skip_special=False)), ensure_ascii=False)
+
+
+def steps_of(story: Story, llm: LLM) -> tuple[Sequence[str], Rows, Sequence[str]]:
+    """A row for each step."""
+    headings = (
+        *("step", "", "positions", "pages", "weights MB", "cache kB", "written kB"),
+        *("ms", "GB/s", "of bound", "draws"),
+    )
+    rows = []
+    for number, (step, share) in enumerate(zip(story.trace.steps, story.shares, strict=True)):
+        last = step.first_position + step.n_tokens - 1
+        drawn = [quoted(llm, t.token_id) for t in story.trace.tokens if t.step is step]
+        rows.append(
+            (
+                str(number),
+                f"{step.phase} {step.n_tokens}",
+                f"{step.first_position}-{last}" if step.n_tokens > 1 else str(last),
+                str(len(step.pages)),
+                f"{sum(step.weight_bytes.values()) / 1e6:.2f}",
+                f"{step.cache_read_bytes / 1e3:.1f}",
+                f"{step.cache_written_bytes / 1e3:.1f}",
+                f"{1e3 * step.seconds:.2f}",
+                f"{step.bytes_per_s / 1e9:.1f}",
+                f"{share:.0%}",
+                " ".join(drawn),
+            )
+        )
+    return headings, rows, ("", "draws")
+
+
+def heading_of(number: int, token: TokenTrace, llm: LLM) -> str:
+    """What was drawn."""
+    return (
+        f"Token {number}: {quoted(llm, token.token_id)} at position {token.position}, "
+        f"drawn with probability {token.probability:.3f}"
+    )
+
+
+def stages_of(
+    token: TokenTrace, params: SamplingParams, llm: LLM
+) -> tuple[Sequence[str], Rows, Sequence[str]]:
+    """A row for each sampling knob, a column for each candidate."""
+    names = [quoted(llm, candidate.token_id) for candidate in token.candidates]
+    rows = []
+    for i, stage in enumerate(token.stages):
+        value = getattr(params, stage.name, None)
+        removed = f"{stage.n_removed} ({stage.removed_probability:.1%})" if stage.n_removed else ""
+        rows.append(
+            (
+                f"  {stage.name}" + (f" {value:g}" if isinstance(value, int | float) else ""),
+                str(stage.n_candidates),
+                removed,
+                f"{stage.entropy:.2f}",
+                *(f"{c.probabilities[i]:.1%}" if c.probabilities[i] else "-" for c in token.candidates),
+            )
+        )
+    return ("  knob", "candidates", "removed", "nats", *names), rows, ("  knob",)
+
+
+def parts_of(story: Story) -> tuple[Sequence[str], Rows, Sequence[str]]:
+    """A row for each part of a step, and for each group of parts."""
+    from ropewalk.engine.trace import GROUPS, grouped
+
+    phases = {name: story.part_s(name) for name in ("prefill", "decode")}
+    decode = [step for step in story.trace.steps if step.phase == "decode"]
+    n = max(1, len(decode))
+    sums = {name: sum(parts.values()) for name, parts in phases.items()}
+
+    def row(name: str, prefill_s: float, decode_s: float, n_bytes: float) -> tuple[str, ...]:
+        shares = [
+            f"{seconds / total:.1%}" if total else ""
+            for seconds, total in ((prefill_s, sums["prefill"]), (decode_s, sums["decode"]))
+        ]
+        told = n_bytes >= 5_000  # 0.00 MB says nothing
+        speed = f"{n_bytes / (decode_s / n) / 1e9:.1f}" if told and decode_s else ""
+        amount = f"{n_bytes / 1e6:.2f}" if told else ""
+        return (
+            name,
+            f"{1e3 * prefill_s:.2f}",
+            shares[0],
+            f"{1e3 * decode_s / n:.3f}",
+            shares[1],
+            amount,
+            speed,
+        )
+
+    n_bytes = {part: sum(step.weight_bytes.get(part, 0) for step in decode) / n for part in GROUPS}
+    n_bytes["prepare"] = sum(step.weight_bytes.get("embedding", 0) for step in decode) / n
+    n_bytes["attend"] = sum(step.cache_read_bytes for step in decode) / n
+    groups = {name: grouped(parts) for name, parts in phases.items()}
+    rows = []
+    for group in dict.fromkeys(GROUPS.values()):
+        members = [
+            p for p, g in GROUPS.items() if g == group and any(p in parts for parts in phases.values())
+        ]
+        if not members:
+            continue
+        of_group = sum(n_bytes[p] for p in members)
+        rows.append(row(group, groups["prefill"].get(group, 0.0), groups["decode"].get(group, 0.0), of_group))
+        if len(members) > 1:
+            rows += [
+                row(f"  {p}", phases["prefill"].get(p, 0.0), phases["decode"].get(p, 0.0), n_bytes[p])
+                for p in members
+            ]
+    rows.append(row("all parts", sums["prefill"], sums["decode"], sum(s.read_bytes for s in decode) / n))
+    return ("part", "prefill ms", "share", "decode ms", "share ", "MB", "GB/s"), rows, ("part",)
+
+
+def counted(n: float, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n:.0f} {what}" + ("" if n == 1 else "s")
+
+
+def sums_of(story: Story) -> list[str]:
+    """The account in sentences."""
+    trace, lines = story.trace, []
+    for name in ("prefill", "decode"):
+        if p := story.phase(name):
+            lines.append(
+                f"{name}: {counted(p['tokens'], 'token')} in {counted(p['steps'], 'step')}, "
+                f"{1e3 * p['seconds']:.1f} ms, {p['tokens_per_s']:.1f} tok/s; a step took {1e3 * p['step_s']:.2f} ms, "
+                f"{p['bytes_per_s'] / 1e9:.1f} GB/s, {p['bound_share']:.0%} of the bound (medians)"
+            )
+    decode = [step for step in trace.steps if step.phase == "decode"]
+    if decode:
+        sizes = [step.read_bytes for step in decode]
+        lines.append(
+            f"decode read {sum(sizes):,} bytes: {len(sizes)} steps of {min(sizes):,} to {max(sizes):,}"
+        )
+    last = trace.steps[-1]
+    used = last.first_position + last.n_tokens
+    lines.append(
+        f"cache: {used} positions in {len(last.pages)} pages ({', '.join(map(str, last.pages))}), "
+        f"{used * story.model['cache_token_bytes']:,} bytes used of {len(last.pages) * last.page_bytes:,}"
+    )
+    lines.append(f"read in all {trace.read_bytes:,} bytes, {trace.bytes_per_token:,.0f} for each token drawn")
+    return lines

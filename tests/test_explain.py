@@ -1,0 +1,133 @@
+"""The account of a generation beside the machine's bound: windows of sweeps, shares, totals; and a real one."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ropewalk import LLM, SamplingParams
+from ropewalk.engine.trace import Candidate, Stage, StepTrace, TokenTrace, Trace
+from ropewalk.errors import InvalidParameterError, PromptError
+from ropewalk.explain import Story, _one_a_step, explain
+
+
+def step(number, phase="decode", n_tokens=1, ms=1.0, n_bytes=1_000_000):
+    """A step of `ms` milliseconds of `qkv` and then as much again for the trace."""
+    ends = np.array([ms * 1e6, 2 * ms * 1e6], np.int64)
+    return StepTrace(
+        number,
+        phase,
+        first_position=number,
+        n_tokens=n_tokens,
+        pages=(0,),
+        page_bytes=160,
+        batch_sequences=1,
+        batch_tokens=n_tokens,
+        batch_drawn=1,
+        pages_used=1,
+        pages_total=4,
+        weight_bytes={"qkv": n_bytes - 100},
+        cache_read_bytes=100,
+        cache_written_bytes=10,
+        start_ns=0,
+        parts=("qkv", "trace"),
+        ends_ns=ends,
+    )
+
+
+def token(step):
+    return TokenTrace(7, step.number, (Stage("raw", 1, 0.0),), (Candidate(7, (1.0,)),), step)
+
+
+def story(steps, speeds):
+    output = SimpleNamespace(trace=Trace(tuple(steps), ()))
+    return Story(output, SamplingParams(), {}, {}, tuple(speeds))
+
+
+def test_a_step_is_compared_with_the_best_of_the_sweeps_around_it():
+    """Two before it and two after it: those before step i are speeds 0 ... i, those after it i + 1 and on."""
+    steps = [step(i) for i in range(4)]
+    s = story(steps, [9e9, 1e9, 2e9, 8e9, 1e9])
+    assert s.bounds == [9e9, 9e9, 8e9, 8e9]
+    assert s.shares == [pytest.approx(1e9 / bound) for bound in s.bounds]  # 1 MB in 1 ms
+
+
+def test_steps_that_draw_nothing_share_the_first_sweeps():
+    steps = [step(0, "prefill", 16), step(1, "prefill", 16), step(2, "prefill", 4), step(3)]
+    assert story(steps, [1e9, 2e9, 3e9]).bounds == [3e9, 3e9, 3e9, 3e9]
+    assert story(steps, [4e9, 2e9, 3e9]).bounds == [4e9] * 4
+
+
+def test_a_step_that_draws_several_tokens_has_one_speed():
+    a, b = step(0), step(1)
+    output = SimpleNamespace(trace=Trace((a, b), (token(a), token(a), token(b))))
+    assert _one_a_step([5.0, 1.0, 3.0, 2.0], output) == (5.0, 3.0, 2.0)
+
+
+def test_totals_of_a_phase():
+    steps = [step(0, "prefill", 10, ms=4), step(1, ms=1), step(2, ms=2), step(3, ms=5)]
+    s = story(steps, [1e9] * 5)
+    assert s.phase("prefill")["tokens_per_s"] == pytest.approx(10 / 4e-3)
+    decode = s.phase("decode")
+    assert (decode["steps"], decode["tokens"], decode["read_bytes"]) == (3, 3, 3_000_000)
+    assert decode["seconds"] == pytest.approx(8e-3)  # the making of the trace is nobody's time
+    assert decode["step_s"] == pytest.approx(2e-3)
+    assert decode["bytes_per_s"] == pytest.approx(5e8)
+    assert decode["bound_share"] == pytest.approx(0.5)
+    assert s.part_s("decode") == {"qkv": pytest.approx(8e-3)}
+    assert story(steps[:1], [1e9] * 2).phase("decode") == {}
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    with LLM(smollm2, context_length=256, max_batch=1, token_budget=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def real(llm):
+    """Three chunks of prompt and six tokens."""
+    prompt = "A ropewalk is a long straight narrow lane, where long strands of material are laid. " * 2
+    return explain(llm, prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, n=3))
+
+
+def test_a_real_generation(real, llm):
+    output = real.output
+    assert len(output.outputs) == 1
+    assert len(output.token_ids) == 6
+    assert [s.phase for s in real.trace.steps] == ["prefill"] * 3 + ["decode"] * 5
+    assert len(real.speeds) == 1 + 6
+    assert real.model["cache_token_bytes"] == 23_040
+    assert real.model["weight_bytes"] == llm.backend.weights.n_bytes
+    assert all(1e8 < speed < 1e13 for speed in real.speeds)
+    assert all(share > 0 for share in real.shares)
+
+
+def test_its_sums(real):
+    """Bytes of the steps are the whole's; the parts of each phase are its time, within 2 %."""
+    prefill, decode = real.phase("prefill"), real.phase("decode")
+    assert prefill["read_bytes"] + decode["read_bytes"] == real.trace.read_bytes
+    assert prefill["tokens"] == len(real.output.prompt_token_ids)
+    for name, totals in (("prefill", prefill), ("decode", decode)):
+        assert sum(real.part_s(name).values()) == pytest.approx(totals["seconds"], rel=0.02)
+
+
+def test_it_as_json(real, llm):
+    found = real.to_dict(llm)
+    assert found["text"] == real.output.text
+    assert [s["bound_share"] for s in found["steps"]] == real.shares
+    assert len(found["tokens"][0]["candidates"]) == 5
+    assert found["decode"]["steps"] == 5
+
+
+def test_a_conversation_goes_through_the_template(llm):
+    told = explain(llm, [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1, trace=1))
+    assert "<|im_start|>user\nHi" in told.output.prompt
+    assert len(told.trace.tokens[0].candidates) <= 3
+
+
+def test_what_cannot_be_told_is_refused_as_elsewhere(llm):
+    with pytest.raises(PromptError, match="no tokens"):
+        explain(llm, [], SamplingParams())
+    with pytest.raises(InvalidParameterError, match="token id 99999"):
+        explain(llm, "Hi", SamplingParams(logit_bias={99999: 1.0}))
