@@ -267,6 +267,19 @@ class TestTrouble:
         engine._shelf.store.flush()
         assert engine.statistics().pages_written == 2
 
+    def test_a_read_only_disk_is_read(self, toy, kept, open_engine, monkeypatch, caplog):
+        def refuse(*args, **kwargs):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        for owner, name in ((persist.Path, "open"), (persist.Path, "unlink"), (persist.os, "utime")):
+            monkeypatch.setattr(owner, name, refuse)
+        engine = open_engine()
+        assert ask(engine, text(48)).n_from_disk == 48
+        assert ask(engine, text(48, 3)).output == cold(toy, text(48, 3))
+        engine.close()
+        (warning,) = warnings(caplog)
+        assert "pages cannot be kept" in warning
+
     @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
     def test_a_folder_that_cannot_be_written_is_read(self, kept, open_engine, tmp_path, caplog):
         for path in [tmp_path / "pages", *{path.parent for path in kept}]:
@@ -378,8 +391,9 @@ class TestSize:
     def test_two_stores_in_one_folder(self, store, tmp_path):
         other = PageStore(tmp_path, identity=b"i", page_bytes=PAGE_BYTES, limit_bytes=20 * 1000)
         for number in range(60):
-            self.save((store, other)[number % 2], number)
-        store.flush()
+            one = (store, other)[number % 2]
+            self.save(one, number)
+            one.flush()
         other.close()
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * 1000 * (1 + 1 / 16)
         assert all(self.has(store, number) for number in range(50, 60))
