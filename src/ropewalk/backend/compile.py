@@ -46,7 +46,8 @@ def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
         A matrix has a type that no kernel multiplies.
     """
     uses = dict.fromkeys(
-        (info.format.name, info.format.block_bytes, fine) for info, fine in matrices_of(checkpoint, config)
+        (info.format.name, info.format.block_bytes, source.fine)
+        for info, source in filter(None, matrices_of(checkpoint, config))
     )
     return [_FORWARD, *(_format_part(*use) for use in uses)]
 

@@ -41,14 +41,19 @@ from ropewalk.kernels.attention import (
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
-from ropewalk.kernels.pointwise import GELU_TANH, SILU
+from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
 from ropewalk.kernels.tables import Job, Layer
 from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import output_norm
 from ropewalk.model.rope import cos_sin, inverse_frequencies
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU, "relu2": RELU2, "swiglu_oai": SWIGLU_OAI}
+OUTPUT_VECTORS = {
+    Job.OUTPUT_NORM: "output_norm.weight",
+    Job.OUTPUT_NORM_BIAS: "output_norm.bias",
+    Job.OUTPUT_BIAS: "output.bias",
+}
 CACHE_DTYPES = ("float16", "int8")
 MAX_TOKENS = 512  # of one pass through the layers; a longer step is run as several
 Progress = Callable[[str, float], None]
@@ -172,6 +177,7 @@ class CpuBackend:
         self._stamp = stamp(checkpoint.paths)
         self._embedding = checkpoint.raw("token_embd.weight")
         self._embedding_format = checkpoint.tensors["token_embd.weight"].format
+        self._position_rows = checkpoint.tensor("position_embd.weight") if config.learned_positions else None
         compile_parts(parts_of_model(checkpoint, config), progress)
         self.weights: PackedWeights = pack_model(checkpoint, config, self.n_threads, progress)
         self._frequencies = [
@@ -180,7 +186,14 @@ class CpuBackend:
         ]
         self._angles: list[tuple[Float32Array, Float32Array]] = []
         self._constants = np.array(
-            [config.norm_eps, config.attention_scale, config.attention_softcap, config.logit_softcap],
+            [
+                config.norm_eps,
+                config.attention_scale,
+                config.attention_softcap,
+                config.logit_softcap,
+                config.logit_scale,
+                config.residual_scale,
+            ],
             np.float32,
         )
         self._job = np.zeros(len(Job), np.int64)
@@ -275,7 +288,9 @@ class CpuBackend:
         self._grow(n)
         self._grow_angles(int(positions.max()) + 1)
         x = dequantize(self._embedding[batch.tokens[part]], self._embedding_format)
-        np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
+        x = np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
+        if self._position_rows is not None:
+            x += self._position_rows[positions]
         fields = {
             Job.N_TOKENS: n,
             Job.N_LOGITS: len(rows),
@@ -289,7 +304,9 @@ class CpuBackend:
             Job.ATTENTION: attention_worker(self._pass_heads, 1, int(cache.is_int8)),
             Job.ATTENTION_REST: attention_worker(self._rest_heads, 1, int(cache.is_int8)),
             Job.ATTENTION_TILE: attention_worker(self._pass_heads, self._tile_tokens, int(cache.is_int8)),
-            Job.ATTENTION_TILE_REST: attention_worker(self._rest_heads, self._tile_tokens, int(cache.is_int8)),
+            Job.ATTENTION_TILE_REST: attention_worker(
+                self._rest_heads, self._tile_tokens, int(cache.is_int8)
+            ),
             Job.CACHE_SCALES: cache.scales.ctypes.data,
             Job.N_PAGES: cache.n_pages,
             Job.PAGE_BYTES: cache.data.shape[-1],
@@ -338,18 +355,25 @@ class CpuBackend:
         )
         job[Job.MAX_TILE] = max_tile()
         job[Job.ACTIVATION] = ACTIVATIONS[config.activation]
-        job[Job.ROPE_WIDTH] = config.rope[0].width
-        job[Job.NEIGHBOURS] = config.rope[0].layout == "neighbours"
+        if config.rope:
+            job[Job.ROPE_WIDTH] = config.rope[0].width
+            job[Job.NEIGHBOURS] = config.rope[0].layout == "neighbours"
+        job[Job.IS_GATED], job[Job.LAYER_NORM] = config.gated, config.layer_norm
+        job[Job.HEAD_NORM_STRIDE] = 4 * config.head_dim if config.qk_norm == "each head" else 0
         job[Job.CONSTANTS] = self._constants.ctypes.data
         job[Job.PASS_HEADS] = self._pass_heads
-        job[Job.OUTPUT_NORM] = self.weights.vectors["output_norm.weight"].ctypes.data
+        for field, name in OUTPUT_VECTORS.items():
+            if name in self.weights.vectors:
+                job[field] = self.weights.vectors[name].ctypes.data
         job[Job.OUTPUT_INPUT] = self.weights.output_input
         self._tile_tokens = tile_tokens(self._pass_heads)
         rows = self._pass_heads * self._tile_tokens
         job[Job.TILE_TOKENS], job[Job.QUERY_STEP] = self._tile_tokens, 4 * rows
         job[Job.QUERY_TILE_BYTES] = rows * query_row_bytes(config.head_dim)
         job[Job.SCORES_BYTES], job[Job.STATE_BYTES] = scores_bytes(rows), 8 * rows * SPAN_TILES
-        scratch_bytes = int(job[Job.SCORES_BYTES] + job[Job.STATE_BYTES]) + rows * partial_bytes(config.head_dim)
+        scratch_bytes = int(job[Job.SCORES_BYTES] + job[Job.STATE_BYTES]) + rows * partial_bytes(
+            config.head_dim
+        )
         self._scratch = np.zeros((self.n_threads, scratch_bytes), np.uint8)
         job[Job.SCRATCH], job[Job.SCRATCH_STRIDE] = self._scratch.ctypes.data, scratch_bytes
 
@@ -388,9 +412,10 @@ class CpuBackend:
         n = max(n, 2 * len(self._angles[0][0]) if self._angles else 0)
         self._angles = [cos_sin(f, np.arange(n)) for f in self._frequencies]
         for layer, rope in enumerate(self.config.layer_rope):
-            cos, sin = self._angles[rope]
-            self.weights.layers[layer, Layer.COS] = cos.ctypes.data
-            self.weights.layers[layer, Layer.SIN] = sin.ctypes.data
+            if rope >= 0:
+                cos, sin = self._angles[rope]
+                self.weights.layers[layer, Layer.COS] = cos.ctypes.data
+                self.weights.layers[layer, Layer.SIN] = sin.ctypes.data
 
 
 def _check_widths(config: ModelConfig) -> None:

@@ -26,7 +26,7 @@ from ropewalk.kernels.attention import (
 )
 from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
-from ropewalk.kernels.pointwise import add_to, rms_norm, rotate, scale_by
+from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
 from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import Job, Layer
@@ -36,13 +36,33 @@ SPAN_TILES = 4  # tiles that an item has at most
 
 @inline
 def _finish_head(job, x, bias, norm, cos, sin):
-    """Bias, norm and rotation of one head, in place."""
+    """Bias, norm and rotation of one head, in place; no rotation where there are no angles."""
     head_dim = job[Job.HEAD_DIM]
     if bias != 0:
         add_to(x, bias, head_dim)
     if norm != 0:
-        rms_norm(x, norm, x, head_dim, load_f32(job[Job.CONSTANTS]))
-    rotate(x, cos, sin, job[Job.ROPE_WIDTH], job[Job.NEIGHBOURS] != 0)
+        normalise_floats(x, (norm, 0, job[Job.LAYER_NORM]), head_dim, load_f32(job[Job.CONSTANTS]))
+    if cos != 0:
+        rotate(x, cos, sin, job[Job.ROPE_WIDTH], job[Job.NEIGHBOURS] != 0)
+
+
+@inline
+def _head_norm(job, norm, head):
+    return norm + job[Job.HEAD_NORM_STRIDE] * head if norm != 0 else 0
+
+
+@inline
+def normalise_rows(n_threads, words, job, layer):
+    """Norms of all heads of q, and of k, as one vector each, in place."""
+    n_tokens, eps = job[Job.N_TOKENS], load_f32(job[Job.CONSTANTS])
+    item = take(words, 0)
+    while item < 2 * n_tokens:
+        if item < n_tokens:
+            rows, norm, n = job[Job.QUERIES], layer[Layer.Q_ROW_NORM], job[Job.N_HEADS] * job[Job.HEAD_DIM]
+        else:
+            rows, norm, n = job[Job.KEYS], layer[Layer.K_ROW_NORM], job[Job.N_KV_HEADS] * job[Job.HEAD_DIM]
+        normalise_floats(rows + 4 * n * (item % n_tokens), (norm, 0, job[Job.LAYER_NORM]), n, eps)
+        item = take(words, 0)
 
 
 @inline
@@ -67,7 +87,7 @@ def _store_head(job, layer, number, token, h, page, slot, cos, sin):
     k = job[Job.KEYS] + 4 * head_dim * (n_kv * token + h)
     v = job[Job.VALUES] + 4 * head_dim * (n_kv * token + h)
     bias = layer[Layer.K_BIAS] + 4 * head_dim * h if layer[Layer.K_BIAS] != 0 else 0
-    _finish_head(job, k, bias, layer[Layer.K_NORM], cos, sin)
+    _finish_head(job, k, bias, _head_norm(job, layer[Layer.K_NORM], h), cos, sin)
     if layer[Layer.V_BIAS] != 0:
         add_to(v, layer[Layer.V_BIAS] + 4 * head_dim * h, head_dim)
     keys, values, key_scales, value_scales = _head_addresses(job, number, h, page)
@@ -92,11 +112,13 @@ def rotate_and_store(n_threads, words, job, layer, number):
         for item in range(first, min(first + chunk, n_items)):
             token, head = item // per_token, item % per_token
             position = load_i32(job[Job.POSITIONS] + 4 * token)
-            cos, sin = layer[Layer.COS] + angles_bytes * position, layer[Layer.SIN] + angles_bytes * position
+            cos, sin = layer[Layer.COS], layer[Layer.SIN]
+            if cos != 0:
+                cos, sin = cos + angles_bytes * position, sin + angles_bytes * position
             if head < n_heads:
                 q = job[Job.QUERIES] + 4 * head_dim * (n_heads * token + head)
                 bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0
-                _finish_head(job, q, bias, layer[Layer.Q_NORM], cos, sin)
+                _finish_head(job, q, bias, _head_norm(job, layer[Layer.Q_NORM], head), cos, sin)
                 scale_by(q, load_f32(job[Job.CONSTANTS] + 4), head_dim)
                 step = job[Job.QUERY_STEP]
                 if job[Job.CACHE_IS_INT8]:

@@ -14,16 +14,30 @@ import numpy as np
 from numba import types
 
 from ropewalk.kernels import clock
-from ropewalk.kernels.attend import attend, attend_split, rotate_and_store
+from ropewalk.kernels.attend import attend, attend_split, normalise_rows, rotate_and_store
 from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
 from ropewalk.kernels.products import activated_to_tiles, attended_to_tiles, destinations, normalise, product
 from ropewalk.kernels.simd import load_f32, load_floats, load_i32, store_floats
 from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, atomic_swap, take, wait_while
-from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, Job, K, Layer, Q, V
+from ropewalk.kernels.tables import (
+    DOWN,
+    GATE,
+    MATRICES_PER_LAYER,
+    ONTO_Y,
+    OUT,
+    TO_X,
+    TO_Y,
+    UP,
+    Job,
+    K,
+    Layer,
+    Q,
+    V,
+)
 
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @inline
@@ -36,6 +50,9 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
     product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
     meet(tid, words, n_threads, job, clock.QKV)
+    if layer[Layer.Q_ROW_NORM] != 0:
+        normalise_rows(n_threads, words, job, layer)
+        meet(tid, words, n_threads, job, clock.ROTATE)
     rotate_and_store(n_threads, words, job, layer, number)
     meet(tid, words, n_threads, job, clock.ROTATE)
     if job[Job.MAX_PARTITIONS] > 0:
@@ -45,7 +62,7 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     meet(tid, words, n_threads, job, clock.ATTEND)
     attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.POST_ATTN_NORM], clock.OUT)
+    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.ATTN_END], clock.OUT)
 
 
 @inline
@@ -56,17 +73,17 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
     product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
     meet(tid, words, n_threads, job, clock.GATE_UP)
-    activated_to_tiles(n_threads, words, job, layer[Layer.DOWN_INPUT])
+    activated_to_tiles(n_threads, words, job, layer)
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.POST_FFN_NORM], clock.DOWN)
+    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.FFN_END], clock.DOWN)
 
 
 @inline
-def _branch_end(tid, n_threads, words, job, matrix, post_norm, part):
-    """The last product of a branch: added to X, or put into Y where a norm follows."""
+def _branch_end(tid, n_threads, words, job, matrix, end, part):
+    """The last product of a branch: added to X, or put into or onto Y where more is to be done."""
     stride = 4 * job[Job.HIDDEN]
-    y = job[Job.Y] if post_norm != 0 else job[Job.X]
-    product(n_threads, words, 0, job, matrix, job[Job.N_TOKENS], y, stride, 1 if post_norm == 0 else 0)
+    y = job[Job.X] if end == TO_X else job[Job.Y]
+    product(n_threads, words, 0, job, matrix, job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1)
     meet(tid, words, n_threads, job, part)
 
 
@@ -81,18 +98,23 @@ def _logits(tid, n_threads, words, job, matrix):
         as_bytes, as_floats, tile, place = destinations(
             job, job[Job.OUTPUT_INPUT], True, row, n_logits, hidden // 32
         )
-        norm_to_tile(x, job[Job.OUTPUT_NORM], hidden, eps, as_bytes, True, as_floats, tile, place)
+        norm = (job[Job.OUTPUT_NORM], job[Job.OUTPUT_NORM_BIAS], job[Job.LAYER_NORM])
+        norm_to_tile(x, norm, hidden, eps, as_bytes, True, as_floats, tile, place)
         row = take(words, 0)
     meet(tid, words, n_threads, job, clock.NORM)
     product(n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)
     meet(tid, words, n_threads, job, clock.OUTPUT)
-    cap = load_f32(job[Job.CONSTANTS] + 12)
-    if cap > _ZERO:
+    cap, scale = load_f32(job[Job.CONSTANTS] + 12), load_f32(job[Job.CONSTANTS] + 16)
+    if cap > _ZERO or scale != _ONE or job[Job.OUTPUT_BIAS] != 0:
         row = take(words, 0)
         while row < n_logits:
             for i in range(0, job[Job.LOGIT_STRIDE], 64):
                 at = job[Job.LOGITS] + job[Job.LOGIT_STRIDE] * row + i
-                store_floats(at, soft_cap(load_floats(at), cap))
+                y = load_floats(at)
+                if job[Job.OUTPUT_BIAS] != 0:
+                    y = y + load_floats(job[Job.OUTPUT_BIAS] + i)
+                y = y * scale
+                store_floats(at, soft_cap(y, cap) if cap > _ZERO else y)
             row = take(words, 0)
         meet(tid, words, n_threads, job, clock.POINTWISE)
 
@@ -102,28 +124,27 @@ def forward(tid, n_threads, words, job, layers, matrices):
     """One step as thread `tid` of `n_threads`; all of them return when the logits are complete."""
     n_layers = layers.shape[0]
     n_logits = job[Job.N_LOGITS]  # read now: after the last barrier the caller may fill in the next step
-    post_norm = 0
+    before = (0, 0, 0)
     if tid == 0:
         lap(job, clock.START)
     for number in range(n_layers):
         layer = layers[number]
-        normalise(n_threads, words, job, post_norm, layer[Layer.ATTN_NORM], layer[Layer.QKV_INPUT], True)
+        norm = (layer[Layer.ATTN_NORM], layer[Layer.ATTN_NORM_BIAS], job[Job.LAYER_NORM])
+        normalise(n_threads, words, job, before, norm, layer[Layer.QKV_INPUT], True)
         meet(tid, words, n_threads, job, clock.NORM)
         _attention_block(tid, n_threads, words, job, layer, matrices, number)
-        normalise(
-            n_threads,
-            words,
-            job,
-            layer[Layer.POST_ATTN_NORM],
-            layer[Layer.FFN_NORM],
-            layer[Layer.FFN_INPUT],
-            False,
-        )
+        before = (0, 0, 0)
+        if layer[Layer.ATTN_END] == TO_Y and layer[Layer.FFN_END] != ONTO_Y:  # parallel branches end together
+            before = (1, layer[Layer.OUT_BIAS], layer[Layer.POST_ATTN_NORM])
+        norm = (layer[Layer.FFN_NORM], layer[Layer.FFN_NORM_BIAS], job[Job.LAYER_NORM])
+        normalise(n_threads, words, job, before, norm, layer[Layer.FFN_INPUT], False)
         meet(tid, words, n_threads, job, clock.NORM)
         _feed_forward_block(tid, n_threads, words, job, layer, matrices, number)
-        post_norm = layer[Layer.POST_FFN_NORM]
-    if post_norm != 0:
-        normalise(n_threads, words, job, post_norm, 0, 0, False)
+        before = (0, 0, 0)
+        if layer[Layer.FFN_END] != TO_X:
+            before = (1, layer[Layer.DOWN_BIAS], layer[Layer.POST_FFN_NORM])
+    if before[0]:
+        normalise(n_threads, words, job, before, (0, 0, 0), 0, False)
         meet(tid, words, n_threads, job, clock.NORM)
     if n_logits > 0:
         _logits(tid, n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])

@@ -29,7 +29,7 @@ from ropewalk.kernels.simd import (
 )
 
 ZERO, ONE, TWO, HALF = (np.float32(x) for x in (0, 1, 2, 0.5))
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, GELU, RELU2, SWIGLU_OAI = range(5)
 
 # exp: range reduction by powers of two and the degree-6 polynomial of Cephes' expf.
 _LOG2E = np.float32(1.44269504088896341)
@@ -40,6 +40,12 @@ _EXP_MAX, _EXP_MIN = np.float32(88.0), np.float32(-87.0)
 
 # gelu: sqrt(2 / pi) and the cubic term of the tanh form (Hendrycks & Gimpel, 2016).
 _GELU_SCALE, _GELU_CUBE = np.float32(0.79788456080286535588), np.float32(0.044715)
+
+_SQRT_HALF, _SIGN = np.float32(0.70710678118654752), np.int64(-0x80000000)
+_ERF_P = np.float32(0.3275911)
+_ERF_1, _ERF_2, _ERF_3 = np.float32(0.254829592), np.float32(-0.284496736), np.float32(1.421413741)
+_ERF_4, _ERF_5 = np.float32(-1.453152027), np.float32(1.061405429)
+_OAI_ALPHA, _OAI_BOUND = np.float32(1.702), np.float32(7)
 
 
 @inline
@@ -81,6 +87,68 @@ def tanh(x):
 def gelu_tanh(x):
     inner = fma(x * x * x, splat(_GELU_CUBE), x) * _GELU_SCALE
     return x * HALF * (tanh(inner) + ONE)
+
+
+@inline
+def erf(x):
+    """The error function within 2e-7 (Abramowitz & Stegun 1964, 7.1.26)."""
+    size = absolute(x)
+    t = splat(ONE) / fma(size, splat(_ERF_P), splat(ONE))
+    p = fma(splat(_ERF_5), t, splat(_ERF_4))
+    p = fma(p, t, splat(_ERF_3))
+    p = fma(p, t, splat(_ERF_2))
+    p = fma(p, t, splat(_ERF_1))
+    y = splat(ONE) - p * t * exp(splat(ZERO) - size * size)
+    return float_of_bits(bits_of(y) | (bits_of(x) & _SIGN))
+
+
+@inline
+def activate(gate, up, kind):
+    """activation(gate) * up; the last kind is gpt-oss's, which bounds both."""
+    if kind == GELU_TANH:
+        return gelu_tanh(gate) * up
+    if kind == GELU:
+        return gate * HALF * (erf(gate * _SQRT_HALF) + ONE) * up
+    if kind == RELU2:
+        positive = maximum(gate, splat(ZERO))
+        return positive * positive * up
+    if kind == SWIGLU_OAI:
+        g, u = minimum(gate, splat(_OAI_BOUND)), maximum(minimum(up, splat(_OAI_BOUND)), splat(-_OAI_BOUND))
+        return g / (exp(g * -_OAI_ALPHA) + ONE) * (u + ONE)
+    return silu(gate) * up
+
+
+@inline
+def norm_factors(x, n, eps, centred):
+    """Mean (0 unless `centred`) and 1 / sqrt(mean of squares + eps) of what is left without it, of n floats."""
+    mean = ZERO
+    if centred:
+        total = splat(ZERO)
+        for i in range(0, n, 16):
+            total = total + load_floats(x + 4 * i)
+        mean = sum_tree(total) / np.float32(n)
+    squares = splat(ZERO)
+    for i in range(0, n, 16):
+        v = load_floats(x + 4 * i) - mean
+        squares = fma(v, v, squares)
+    return mean, ONE / np.sqrt(sum_tree(squares) / np.float32(n) + eps)
+
+
+@inline
+def normed(at, i, norm, mean, scale):
+    """Sixteen floats from the i-th on, normalised; `norm` is (address of the weights, of the bias or 0, centred)."""
+    v = (load_floats(at + 4 * i) - mean) * scale * load_floats(norm[0] + 4 * i)
+    if norm[1] != 0:
+        return v + load_floats(norm[1] + 4 * i)
+    return v
+
+
+@inline
+def normalise_floats(x, norm, n, eps):
+    """LayerNorm or RMS norm of n floats in place."""
+    mean, scale = norm_factors(x, n, eps, norm[2] != 0)
+    for i in range(0, n, 16):
+        store_floats(x + 4 * i, normed(x, i, norm, mean, scale))
 
 
 @inline
@@ -155,13 +223,15 @@ def put_group(a, b, as_bytes, fine, as_floats, tile, token, group):
 
 
 @inline
-def norm_to_tile(x, weight, n, eps, as_bytes, fine, as_floats, tile, token):
-    """RMS-normalise one token's n floats and put them into tiles."""
-    scale = inverse_rms(x, n, eps)
+def norm_to_tile(x, norm, n, eps, as_bytes, fine, as_floats, tile, token):
+    """Normalise one token's n floats, unless there are no weights, and put them into tiles."""
+    mean, scale = ZERO, ONE
+    if norm[0] != 0:
+        mean, scale = norm_factors(x, n, eps, norm[2] != 0)
     for g in range(n // 32):
-        at = 128 * g
-        a = load_floats(x + at) * scale * load_floats(weight + at)
-        b = load_floats(x + at + 64) * scale * load_floats(weight + at + 64)
+        a, b = load_floats(x + 128 * g), load_floats(x + 128 * g + 64)
+        if norm[0] != 0:
+            a, b = normed(x, 32 * g, norm, mean, scale), normed(x, 32 * g + 16, norm, mean, scale)
         put_group(a, b, as_bytes, fine, as_floats, tile, token, g)
 
 
@@ -182,6 +252,13 @@ def add_to(x, y, n):
     """x += y for n floats; n is a multiple of 16."""
     for i in range(0, n, 16):
         store_floats(x + 4 * i, load_floats(x + 4 * i) + load_floats(y + 4 * i))
+
+
+@inline
+def add_scaled(x, y, factor, n):
+    """x += y * factor for n floats; n is a multiple of 16."""
+    for i in range(0, n, 16):
+        store_floats(x + 4 * i, load_floats(x + 4 * i) + load_floats(y + 4 * i) * factor)
 
 
 @inline

@@ -6,10 +6,18 @@ Fields of `job`, `layer` and `matrix` are named in `kernels.tables`, tiles are d
 
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
-from ropewalk.kernels.pointwise import GELU_TANH, add_to, gelu_tanh, norm_to_tile, put_group, rms_norm, silu
-from ropewalk.kernels.simd import call, load_f32, load_floats
+from ropewalk.kernels.pointwise import (
+    ONE,
+    activate,
+    add_scaled,
+    add_to,
+    norm_to_tile,
+    normalise_floats,
+    put_group,
+)
+from ropewalk.kernels.simd import call, load_f32, load_floats, splat
 from ropewalk.kernels.sync import chunk_of, take
-from ropewalk.kernels.tables import Job, Matrix
+from ropewalk.kernels.tables import Job, Layer, Matrix
 
 READS_BYTES, READS_FLOATS = 1, 2
 PREFILL_PANELS = 4  # taken at a time by many tokens: their weights and a tile of activations share a cache
@@ -91,20 +99,27 @@ def product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
 
 
 @inline
-def normalise(n_threads, words, job, post_norm, norm, reads, fine):
-    """Finish the branch before (post-norm, if any, and its residual addition), then norm into tiles."""
+def normalise(n_threads, words, job, before, norm, reads, fine):
+    """Finish the branch before, then norm into tiles, unless nothing reads them.
+
+    `before` says whether there is a branch in Y, and its bias and post-norm; `norm` is what `norm_to_tile` takes.
+    """
     n_tokens, hidden = job[Job.N_TOKENS], job[Job.HIDDEN]
-    eps = load_f32(job[Job.CONSTANTS])
+    eps, scale = load_f32(job[Job.CONSTANTS]), load_f32(job[Job.CONSTANTS] + 20)
+    in_y, bias, post_norm = before
     chunk = chunk_of(n_tokens, n_threads)
     first = take(words, 0) * chunk
     while first < n_tokens:
         for token in range(first, min(first + chunk, n_tokens)):
             x = job[Job.X] + 4 * hidden * token
-            if post_norm != 0:
+            if in_y:
                 y = job[Job.Y] + 4 * hidden * token
-                rms_norm(y, post_norm, y, hidden, eps)
-                add_to(x, y, hidden)
-            if norm != 0:
+                if bias != 0:
+                    add_to(y, bias, hidden)
+                if post_norm != 0:
+                    normalise_floats(y, (post_norm, 0, job[Job.LAYER_NORM]), hidden, eps)
+                add_scaled(x, y, scale, hidden)
+            if reads != 0:
                 as_bytes, as_floats, tile, place = destinations(
                     job, reads, fine, token, n_tokens, hidden // 32
                 )
@@ -128,26 +143,35 @@ def attended_to_tiles(n_threads, words, job, reads):
 
 
 @inline
-def _activate(gate, up, kind):
-    g = load_floats(gate)
-    if kind == GELU_TANH:
-        return gelu_tanh(g) * load_floats(up)
-    return silu(g) * load_floats(up)
+def _with_bias(at, bias, i):
+    """Sixteen floats from the i-th on, and the bias, if there is one."""
+    if bias != 0:
+        return load_floats(at + 4 * i) + load_floats(bias + 4 * i)
+    return load_floats(at + 4 * i)
 
 
 @inline
-def activated_to_tiles(n_threads, words, job, reads):
+def _activated(job, biases, at, i):
+    """Sixteen activations of the token whose rows of GATE and UP begin `at` bytes into them."""
+    gate = _with_bias(job[Job.GATE] + at, biases[0], i)
+    if job[Job.IS_GATED]:
+        return activate(gate, _with_bias(job[Job.UP] + at, biases[1], i), job[Job.ACTIVATION])
+    return activate(gate, splat(ONE), job[Job.ACTIVATION])
+
+
+@inline
+def activated_to_tiles(n_threads, words, job, layer):
     """activation(gate) * up, into tiles."""
-    n_tokens, width, kind = job[Job.N_TOKENS], job[Job.FFN], job[Job.ACTIVATION]
+    n_tokens, width, reads = job[Job.N_TOKENS], job[Job.FFN], layer[Layer.DOWN_INPUT]
+    biases = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS])
     groups = width // 32
     chunk = chunk_of(n_tokens * groups, n_threads)
     first = take(words, 0) * chunk
     while first < n_tokens * groups:
         for item in range(first, min(first + chunk, n_tokens * groups)):
             token, g = item // groups, item % groups
-            at = 4 * width * token + 128 * g
-            a = _activate(job[Job.GATE] + at, job[Job.UP] + at, kind)
-            b = _activate(job[Job.GATE] + at + 64, job[Job.UP] + at + 64, kind)
+            at = 4 * width * token
+            a, b = _activated(job, biases, at, 32 * g), _activated(job, biases, at, 32 * g + 16)
             as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
             put_group(a, b, as_bytes, False, as_floats, tile, place, g)
         first = take(words, 0) * chunk

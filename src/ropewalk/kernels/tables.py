@@ -23,7 +23,10 @@ class Job(IntEnum):
     ACTIVATION = 8
     ROPE_WIDTH = 9
     NEIGHBOURS = 10
-    CONSTANTS = 11  # address of float32: norm eps, attention scale, attention soft cap, logit soft cap
+    CONSTANTS = (
+        11  # address of float32: norm eps, scale and soft cap of attention, soft cap and scale of the logits,
+    )
+    # scale of a branch
     POSITIONS = 12  # address of int32 [n_tokens]
     SEQUENCES = 13  # address of int32 [n_tokens]
     PAGE_TABLES = 14  # address of int32 [n_seqs, max_pages]
@@ -33,7 +36,7 @@ class Job(IntEnum):
     N_PAGES = 18  # of the cache
     PAGE_BYTES = 19  # of the keys, or the values, of one head in one page
     X = 20  # float32 [n_tokens, hidden], the residual stream
-    Y = 21  # float32 [n_tokens, hidden], a branch before its post-norm
+    Y = 21  # float32 [n_tokens, hidden], a branch before its bias, norm or scale
     QUERIES = 22  # float32 [n_tokens, n_heads * head_dim]
     KEYS = 23  # float32 [n_tokens, n_kv_heads * head_dim]
     VALUES = 24  # likewise
@@ -65,10 +68,15 @@ class Job(IntEnum):
     ATTENTION_TILE_REST = 50
     SCORES_BYTES = 51  # of scratch
     STATE_BYTES = 52
+    LAYER_NORM = 53  # whether norms subtract the mean
+    IS_GATED = 54  # whether the activation of GATE is multiplied by UP
+    HEAD_NORM_STRIDE = 55  # bytes between the norm weights of two heads of q or k; 0: the same for all
+    OUTPUT_NORM_BIAS = 56
+    OUTPUT_BIAS = 57  # address of float32 [logit_stride / 4]
 
 
 class Layer(IntEnum):
-    """Fields of a row of `layers`; norms and biases are addresses of float32."""
+    """Fields of a row of `layers`; norms and biases are addresses of float32, 0 where there is none."""
 
     ATTN_NORM = 0
     Q_BIAS = 1
@@ -79,7 +87,7 @@ class Layer(IntEnum):
     POST_ATTN_NORM = 6
     FFN_NORM = 7
     POST_FFN_NORM = 8
-    COS = 9  # address of float32 [positions, rope_width / 2]
+    COS = 9  # address of float32 [positions, rope_width / 2]; 0: this layer does not rotate
     SIN = 10
     WINDOW = 11  # tokens seen, the current one included; 0: all
     QKV_INPUT = 12  # which tiles the products read: bit 0 bytes, bit 1 floats
@@ -87,6 +95,19 @@ class Layer(IntEnum):
     FFN_INPUT = 14
     DOWN_INPUT = 15
     SINKS = 16  # address of float32 [n_heads]: a score that weighs in without a value
+    ATTN_NORM_BIAS = 17
+    FFN_NORM_BIAS = 18
+    OUT_BIAS = 19  # of the products that end the branches
+    DOWN_BIAS = 20
+    GATE_BIAS = 21
+    UP_BIAS = 22
+    ATTN_END = 23  # where the product that ends a branch goes: TO_X, TO_Y or ONTO_Y
+    FFN_END = 24
+    Q_ROW_NORM = 25  # norm of all heads of q as one vector
+    K_ROW_NORM = 26
+
+
+TO_X, TO_Y, ONTO_Y = range(3)
 
 
 class Matrix(IntEnum):
