@@ -335,9 +335,9 @@ class _Mailbox:
 
     async def result(self) -> RequestOutput:
         await asyncio.wrap_future(self.ended)
-        if self.output is None:
-            assert self.error is not None, "a request without an error has a result"
+        if self.error is not None:
             raise self.error
+        assert self.output is not None, "a request that did not fail has a result"
         return self.output
 
     async def _arrival(self) -> None:
@@ -477,7 +477,7 @@ class _Worker:
         try:
             generation = self._submit_to_llm(prepared)
         except Exception as error:
-            self._end(mailbox, error)
+            self._end(mailbox, _caused_by(error))
             return
         for request in generation.requests:
             request.arrived_s = arrived_s
@@ -489,12 +489,10 @@ class _Worker:
             return
         mailbox.put(generation.chunks)
         generation.chunks.clear()
-        if generation.lost_by is not None:
-            self._end(
-                mailbox, GenerationError(f"the step that ran the request failed: {generation.lost_by!r}")
-            )
+        if (lost_by := generation.lost_by) is not None:
+            self._end(mailbox, _caused_by(lost_by, "the step that ran the request failed: "))
         elif generation.ended:
-            self._end(mailbox, generation.error)
+            self._end(mailbox, None if generation.error is None else _caused_by(generation.error))
 
     def _abort(self, mailbox: _Mailbox) -> None:
         if not mailbox.ended.done():
@@ -511,6 +509,14 @@ class _Worker:
                 output = generation.output
         finally:
             mailbox.end(output, error, aborted)
+
+
+def _caused_by(cause: BaseException, what: str = "") -> GenerationError:
+    if isinstance(cause, GenerationError):
+        return cause
+    error = GenerationError(f"{what}{cause}" if str(cause) else f"{what}{type(cause).__name__}")
+    error.__cause__ = cause
+    return error
 
 
 def _nothing() -> None:
