@@ -60,7 +60,9 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> GrammarConstraint:
         """A JSON text that the schema allows; raises InvalidParameterError, naming keywords that are not known."""
-        return self._compile("the JSON schema", "json_schema", _dump(schema))
+        if schema is False:
+            raise InvalidParameterError("the JSON schema is false, which allows nothing")
+        return self._compile("the JSON schema", "json_schema", _dump({} if schema is True else schema))
 
     def regex(self, pattern: str) -> GrammarConstraint:
         """A text that a regular expression (Rust's syntax, without look-around) matches as a whole."""
