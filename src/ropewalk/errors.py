@@ -33,6 +33,10 @@ class PromptError(RopewalkError, ValueError):
     """A prompt cannot be used: empty, too long for the context, or with token ids outside the vocabulary."""
 
 
+class TruncationWarning(UserWarning):
+    """A prompt was cut, as `truncate_prompt_tokens` allowed."""
+
+
 class TemplateError(RopewalkError, ValueError):
     """A chat template refused its messages, did something forbidden, or exceeded its limits."""
 

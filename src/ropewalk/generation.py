@@ -41,6 +41,8 @@ class Generation:
         Called after each step that has brought it further or ended it, by the thread that ran the step.
     lost_by : BaseException or None
         What the step raised in which it was lost.
+    n_truncated : int
+        Tokens that were left out of the prompt.
     """
 
     def __init__(self, requests: list[Request], prompt: str | None, tokenizer: Tokenizer) -> None:
@@ -49,6 +51,7 @@ class Generation:
         self.chunks: deque[StreamChunk] = deque()
         self.on_advance: Callable[[], object] = lambda: None
         self.lost_by: BaseException | None = None
+        self.n_truncated = 0
         self._completions = [_Completion(request, tokenizer) for request in requests]
 
     @property
@@ -77,6 +80,11 @@ class Generation:
             while (chunk := completion.take(engine)) is not None:
                 self.chunks.append(replace(chunk, output=self.output) if self.ended else chunk)
 
+    def skip(self, n_output: int) -> str | None:
+        """Read the first tokens of the only completion, which somebody has had already; a stop string in them."""
+        (completion,) = self._completions
+        return completion.skip(n_output)
+
     @property
     def output(self) -> RequestOutput:
         """The result so far."""
@@ -86,6 +94,7 @@ class Generation:
             prompt_token_ids=[int(token) for token in first.tokens[: first.n_prompt]],
             outputs=[completion.output for completion in self._completions],
             seed=first.seed,
+            n_truncated=self.n_truncated,
             timings=Timings(
                 prompt_tokens=first.n_prompt,
                 cached_tokens=first.n_cached,
@@ -129,6 +138,15 @@ class _Completion:
         if request.finish_reason == "error" and not self.ended:
             self._decoder.finish()
             self.ended = True
+        return None
+
+    def skip(self, n_output: int) -> str | None:
+        """Read tokens without making chunks; return the stop string that they have."""
+        for token in self.request.output[:n_output]:
+            self.n_taken += 1
+            self._decoder.push(token, match_stops=self.n_taken > self.request.params.min_tokens)
+            if self._decoder.stop_hit is not None:
+                return self._decoder.stop_hit
         return None
 
     def _text_of(self, token: int, engine: Engine) -> str:
@@ -177,6 +195,7 @@ class _Completion:
             token_ids=request.output,
             finish_reason=request.finish_reason or "abort",
             seed=request.seed,
+            n_dropped=request.n_dropped,
             stop_reason=request.stop_reason,
             logprobs=None if request.params.logprobs is None else request.logprobs,
             trace=None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,16 +21,18 @@ import numpy as np
 from ropewalk.backend.base import Backend, Float32Array
 from ropewalk.drafts import check_draft, open_speculator
 from ropewalk.driver import Driver
-from ropewalk.engine.budget import cache_size, check_context, check_count
+from ropewalk.engine.budget import cache_size, check_context, check_count, disk_bytes
 from ropewalk.engine.engine import Engine, check_prompt
 from ropewalk.engine.statistics import Statistics
-from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
+from ropewalk.errors import InvalidParameterError, PromptError, TemplateError, TruncationWarning
 from ropewalk.generation import Generation
 from ropewalk.model.config import POOLINGS
-from ropewalk.outputs import RequestOutput, StreamChunk
+from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
 from ropewalk.passes import Passes, Score
+from ropewalk.stream import Stream
 from ropewalk.text.chat import encode_chat
+from ropewalk.truncation import cut_tokens, cut_turns, head_tokens, most_tokens
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
@@ -75,6 +77,12 @@ class LLM:
         False recomputes everything before each token: the same text, slowly. It shows what the cache is for.
     prefix_cache : bool, default True
         Keep what was computed as long as there is room, for later prompts that begin with the same tokens.
+    cache_dir : path, optional
+        Keep it in this folder as well, for later processes that open the same model with the same `cache_dtype`. Who
+        can write there can change what is generated, and who can read there learns prompts: it is made for you alone.
+    cache_dir_size : int, float or str, default "4GiB"
+        Most bytes of all models in that folder, written as `kv_memory`; a share is one of the disk's free bytes. The
+        least recently used go first.
     draft : str, path or Drafter, optional
         Speculative decoding: guess the next tokens, and check several at once. The tokens stay the same; they come
         sooner where guesses are often right, and where they are not, guessing stops by itself. "lookup" guesses from
@@ -107,6 +115,8 @@ class LLM:
         token_budget: int = 512,
         kv_cache: bool = True,
         prefix_cache: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_size: str | float | None = None,
         draft: Draft | None = None,
         draft_tokens: int | None = None,
         progress: Progress | None = None,
@@ -153,6 +163,8 @@ class LLM:
                 token_budget=token_budget,
                 kv_cache=kv_cache,
                 prefix_cache=prefix_cache,
+                cache_dir=cache_dir,
+                cache_dir_size=cache_dir_size,
                 draft=draft,
             )
             self._resources = resources.pop_all()
@@ -184,6 +196,8 @@ class LLM:
         token_budget: int = 512,
         kv_cache: bool = True,
         prefix_cache: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_size: str | float | None = None,
         draft: Draft | None = None,
         draft_tokens: int | None = None,
     ) -> None:
@@ -227,6 +241,8 @@ class LLM:
             keep_cache=kv_cache,
             prefix_cache=prefix_cache,
             speculator=speculator,
+            cache_dir=cache_dir,
+            cache_dir_bytes=disk_bytes(cache_dir, cache_dir_size),
         )
         self._speculator = speculator
         self.driver = Driver(engine, tokenizer)
@@ -306,12 +322,13 @@ class LLM:
         *,
         priority: int = 0,
         constraint: Constraint | None = None,
-    ) -> Generator[StreamChunk, None, None]:
+    ) -> Stream:
         """Continue a prompt and yield one chunk for each token as it comes; the last one has the output.
 
         With several completions (`params.n`) their chunks take turns; `StreamChunk.index` tells them apart.
 
-        Closing the iterator ends the request and frees its pages. Prompt and parameters are checked at once,
+        Closing the iterator ends the request and frees its pages; `fork` makes another one that goes on from where it
+        is. Prompt and parameters are checked at once,
         the request starts with the first `next`.
 
         Raises
@@ -333,7 +350,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int = 0,
         constraint: Constraint | None = None,
-    ) -> Generator[StreamChunk, None, None]:
+    ) -> Stream:
         """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
         prompt = self._render(messages, tools)
         return self._stream(
@@ -536,7 +553,50 @@ class LLM:
                 "the model has no chat template: it is a base model, or its file lacks one; give it a plain prompt"
             )
         text = self.chat_template.render(messages, tools=tools)
-        return _Rendered(text, encode_chat(self.tokenizer, text))
+        return _Rendered(text, encode_chat(self.tokenizer, text), messages, tools)
+
+    def _fit(self, prompt: _Rendered, params: SamplingParams) -> tuple[_Rendered, SamplingParams]:
+        """Cut a prompt that `params` let be cut, and say what a slide keeps if they do not; see `truncation`."""
+        ids, messages = prompt.ids, prompt.messages
+        most = most_tokens(len(ids), params, self.context_length)
+        if most == len(ids) and not params.slide:
+            return prompt, params
+        if params.keep_tokens is None:
+            params = replace(params, keep_tokens=self._head(prompt))
+        if most == len(ids):
+            return prompt, params
+        if messages is None:
+            cut = replace(prompt, ids=cut_tokens(ids, most, params.keep_tokens or 0))
+        else:
+            shorter = prompt
+
+            def encode(conversation: Conversation) -> Sequence[int]:
+                nonlocal shorter
+                shorter = self._render(conversation, prompt.tools)
+                return shorter.ids
+
+            cut_turns(messages, ids, most, encode)
+            cut = shorter
+        n_truncated = len(ids) - len(cut.ids)
+        what = "its middle was" if messages is None else "its oldest turns were"
+        warnings.warn(
+            f"a prompt of {len(ids)} tokens was cut to {len(cut.ids)}: {what} left out",
+            TruncationWarning,
+            stacklevel=4,
+        )
+        return replace(cut, n_truncated=n_truncated), params
+
+    def _head(self, prompt: _Rendered) -> int:
+        """Tokens at the beginning of a prompt that are never left out."""
+        ids, messages = prompt.ids, prompt.messages
+        n_start = int(len(ids) > 1 and self.tokenizer.bos_id is not None and ids[0] == self.tokenizer.bos_id)
+        if messages is None:
+            return n_start
+
+        def encode(conversation: Conversation) -> Sequence[int]:
+            return self._render(conversation, prompt.tools).ids
+
+        return max(n_start, head_tokens(messages, ids, encode, self.tokenizer.is_special))
 
     def _prepare(
         self,
@@ -551,8 +611,11 @@ class LLM:
             raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
         if isinstance(prompt, str):
             prompt = _Rendered(prompt, self.encode(prompt))
-        text, ids = (prompt.text, prompt.ids) if isinstance(prompt, _Rendered) else (None, prompt)
-        _check_kind(ids)
+        elif not isinstance(prompt, _Rendered):
+            _check_kind(prompt)
+            prompt = _Rendered(None, prompt)
+        prompt, params = self._fit(prompt, params)
+        ids = prompt.ids
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
         self.driver.engine.validate(ids, params)
@@ -561,15 +624,17 @@ class LLM:
             raise InvalidParameterError(
                 f"{name} is {getattr(params, name)!r}; allowed: the default, since a constraint says where outputs end"
             )
-        return _Prepared(text, ids, params, priority, constraint)
+        return _Prepared(prompt.text, ids, params, priority, constraint, prompt.n_truncated)
 
     def _submit(self, prepared: _Prepared) -> Generation:
-        return self.driver.submit(
+        generation = self.driver.submit(
             lambda engine: engine.add_request(
                 prepared.ids, prepared.params, priority=prepared.priority, constraint=prepared.constraint
             ),
             prepared.text,
         )
+        generation.n_truncated = prepared.n_truncated
+        return generation
 
     def _run(
         self, prompts: Any, params: Any, priority: Any, constraint: Constraint | None
@@ -594,26 +659,19 @@ class LLM:
                     warnings.warn(f"prompt {number} failed: {error}", RuntimeWarning, stacklevel=3)
         return outputs
 
-    def _stream(self, prepared: _Prepared) -> Generator[StreamChunk, None, None]:
-        generation = self._submit(prepared)
-        try:
-            while generation.chunks or not generation.ended:
-                if generation.chunks:
-                    yield generation.chunks.popleft()
-                else:
-                    self.driver.advance(generation)
-        finally:
-            self.driver.drop(generation)
-        if (error := generation.error) is not None:
-            raise error if isinstance(error, GenerationError) else GenerationError(str(error)) from error
+    def _stream(self, prepared: _Prepared) -> Stream:
+        return Stream(self.driver, lambda: self._submit(prepared))
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A prompt of which both text and token ids are known."""
+    """A prompt as token ids, with what is known of where they come from."""
 
-    text: str
+    text: str | None
     ids: Sequence[int]
+    messages: Conversation | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    n_truncated: int = 0
 
 
 @dataclass(frozen=True)
@@ -625,6 +683,7 @@ class _Prepared:
     params: SamplingParams
     priority: int
     constraint: Constraint | None = None
+    n_truncated: int = 0
 
 
 def _together(prompts: Any, params: Any, priority: Any) -> Iterable[tuple[Any, SamplingParams, int]]:

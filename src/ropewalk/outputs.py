@@ -92,6 +92,8 @@ class CompletionOutput:
         Which completion of its prompt it is.
     seed : int or None
         The seed of its draws. Alone, with `n=1` and this seed, the same answer comes again.
+    n_dropped : int
+        Tokens of prompt and answer that had left the context by the end (`slide`).
     """
 
     text: str
@@ -103,6 +105,7 @@ class CompletionOutput:
     error: Exception | None = None
     index: int = 0
     seed: int | None = None
+    n_dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,9 @@ class RequestOutput:
     prompt_token_ids : list of int
     outputs : list of CompletionOutput
         `SamplingParams.n` of them, in order.
+    n_truncated : int
+        Tokens that were left out of the prompt because it was too long (`truncate_prompt_tokens`);
+        `prompt_token_ids` are those that stayed.
     seed : int
         The seed in use. With it in `SamplingParams`, the same answer comes again.
     timings : Timings
@@ -126,6 +132,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     seed: int
     timings: Timings
+    n_truncated: int = 0
 
     @property
     def text(self) -> str:

@@ -5,11 +5,15 @@ Arithmetic on numbers that a backend gives; allocates nothing.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 
 from ropewalk.backend.base import PAGE_SIZE
+from ropewalk.engine.persist import DEFAULT_DISK_BYTES
 from ropewalk.errors import InvalidParameterError
 
 DEFAULT_SHARE = 0.25
@@ -20,9 +24,7 @@ DEFAULT_CONTEXT = 8192
 
 _UNITS = {"b": 1, **{f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)}}
 _UNITS |= {f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)}
-_ALLOWED = (
-    "bytes (an integer, or text such as '2GiB' or '500MB'), or a share of the free memory (0.25, '25%')"
-)
+_ALLOWED = "bytes (an integer, or text such as '2GiB' or '500MB'), or a share of what is free (0.25, '25%')"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,25 @@ def check_count(name: str, value: object) -> None:
         raise InvalidParameterError(f"{name} is {value!r}; allowed: an integer")
 
 
-def parse_memory(value: str | float, free_bytes: int) -> int:
+def disk_bytes(folder: str | os.PathLike[str] | None, size: str | float | None) -> int:
+    """Most bytes of pages in a folder on disk, given a size as `parse_memory` reads it.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is none, or there is one and no folder.
+    """
+    if size is None:
+        return DEFAULT_DISK_BYTES
+    if folder is None:
+        raise InvalidParameterError(f"cache_dir_size is {size!r}; allowed: None, without a cache_dir")
+    there = next(
+        path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists()
+    )
+    return parse_memory(size, shutil.disk_usage(there).free, name="cache_dir_size")
+
+
+def parse_memory(value: str | float, free_bytes: int, *, name: str = "kv_memory") -> int:
     """Return bytes: of an integer, of text with a unit, or of a share (float, or text with %) of the free ones.
 
     Raises
@@ -129,4 +149,4 @@ def parse_memory(value: str | float, free_bytes: int) -> int:
         return int(number * free_bytes)
     if isinstance(number, int) and number > 0:
         return number
-    raise InvalidParameterError(f"kv_memory is {value!r}; allowed: {_ALLOWED}")
+    raise InvalidParameterError(f"{name} is {value!r}; allowed: {_ALLOWED}")
