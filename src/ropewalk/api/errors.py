@@ -9,15 +9,14 @@ from typing import Any
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+"""Of other statuses: "invalid_request_error" below 500, else "server_error"."""
 
 
 class ApiError(Exception):
@@ -51,7 +50,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`."""
-        kind = TYPES.get(self.status, "server_error")
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
