@@ -245,9 +245,50 @@ def test_repositories_that_are_not_there_private_or_gated(fake):
         hub.resolve("hf.co/ann/many:Q4_0")
 
 
+FOLDER = {
+    "README.md": b"# tensors",
+    "config.json": b"{}",
+    "model-00001-of-00002.safetensors": b"one",
+    "model-00002-of-00002.safetensors": b"two",
+    "model.safetensors.index.json": b"{}",
+    "onnx/model.safetensors": b"another",
+    "pytorch_model.bin": b"pickled",
+    "tokenizer.json": b"{}",
+}
+
+
+def test_a_repository_in_the_hub_s_own_layout_is_fetched_as_a_folder(fake):
+    fake.repos["ann/tensors"] = FOLDER
+    path = hub.resolve("hf.co/ann/tensors")
+    assert path.is_dir()
+    wanted = FOLDER.keys() - {"README.md", "onnx/model.safetensors", "pytorch_model.bin"}
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == {n: FOLDER[n] for n in wanted}
+    assert fake.files_sent()[-1] == "config.json"  # its presence says that the rest is there
+    fake.requests.clear()
+    assert hub.resolve("hf.co/ann/tensors") == path
+    assert not fake.requests
+    (listed,) = (m for m in hub.list_models() if "tensors" in m.name)
+    assert (listed.name, listed.path) == ("hf.co/ann/tensors:safetensors", path)
+    hub.remove("hf.co/ann/tensors")
+    assert not list(path.iterdir())
+
+
+def test_of_a_repository_with_both_layouts_gguf_is_meant_unless_the_other_is_named(fake):
+    fake.repos["ann/both"] = FOLDER | {"both-Q8_0.gguf": b"GGUF both"}
+    assert hub.resolve("hf.co/ann/both").name == "both-Q8_0.gguf"
+    assert hub.resolve("hf.co/ann/both:safetensors").is_dir()
+    assert hub.resolve("hf.co/ann/both").name == "both-Q8_0.gguf"
+
+
+def test_pickled_weights_are_refused_by_name(fake):
+    fake.repos["ann/old"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    with pytest.raises(ModelNotFoundError, match=r"ann/old has only pickled PyTorch weights"):
+        hub.resolve("hf.co/ann/old")
+
+
 def test_a_repository_without_gguf_files(fake):
     fake.repos["ann/tensors"] = {"model.safetensors": b"x"}
-    with pytest.raises(ModelNotFoundError, match=r"ann/tensors has no \.gguf file"):
+    with pytest.raises(ModelNotFoundError, match=r"ann/tensors has neither a \.gguf file nor config\.json"):
         hub.resolve("hf.co/ann/tensors")
 
 

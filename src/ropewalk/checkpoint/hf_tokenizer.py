@@ -321,15 +321,16 @@ def _specials(
     """Ids of the tokens that begin, end and pad a text, and of all that end a generation."""
     ids = {token: i for i, token in draft.tokens.items()}
     metadata: dict[str, object] = {}
+    ends = _ids(generation.get("eos_token_id"), draft) or _ids(config.get("eos_token_id"), draft)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         token = options.get(f"{name}_token")
         text = token.get("content") if isinstance(token, Mapping) else token
         i = ids.get(text) if isinstance(text, str) else None
         if i is None and f"{name}_token" not in options:
-            i = next(iter(_ids(config.get(f"{name}_token_id"), draft)), None)
+            found = ends if name == "eos" else _ids(config.get(f"{name}_token_id"), draft)
+            i = next(iter(found), None)
         if i is not None:
             metadata[f"tokenizer.ggml.{key}_token_id"] = i
-    ends = _ids(generation.get("eos_token_id"), draft) or _ids(config.get("eos_token_id"), draft)
     if ends:
         metadata.setdefault("tokenizer.ggml.eos_token_id", ends[0])
         metadata["tokenizer.ropewalk.end_token_ids"] = np.array(ends, np.int32)

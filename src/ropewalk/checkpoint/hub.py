@@ -1,7 +1,7 @@
 """From what a person calls a model to a file on this machine: look it up, fetch it, list, remove.
 
-A model is a path to a `.gguf` file, a name in the catalog, or `hf.co/owner/repo[:file]`. This module does not
-know file formats; what comes in is kept as `store` describes.
+A model is a path to a `.gguf` file or a folder, a name in the catalog, or `hf.co/owner/repo[:file]`. This module
+does not know file formats; what comes in is kept as `store` describes.
 """
 
 import difflib
@@ -44,7 +44,7 @@ class LocalModel:
     name : str
         What `resolve` and `remove` call it.
     path : pathlib.Path
-        Its file, or the first of its files.
+        Its file, the first of its files, or its folder.
     n_bytes : int
         Size of all its files.
     source : str
@@ -63,7 +63,7 @@ class LocalModel:
 def resolve(
     model: str | os.PathLike[str], *, download: bool = True, progress: Progress | None = None
 ) -> Path:
-    """Return the file of a model, fetching it first if need be.
+    """Return the file or the folder of a model, fetching it first if need be.
 
     Parameters
     ----------
@@ -119,6 +119,10 @@ def list_models() -> list[LocalModel]:
             name = f"{huggingface.PREFIX}{repo}:{first}"
             n_bytes = sum(f.stat().st_size for f in files)
             found.append(LocalModel(name, files[0], n_bytes, f"huggingface.co/{repo}", tuple(files)))
+        if files := huggingface.local_folder(folder):
+            name = f"{huggingface.PREFIX}{repo}:{huggingface.FOLDER}"
+            n_bytes = sum(f.stat().st_size for f in files)
+            found.append(LocalModel(name, folder, n_bytes, f"huggingface.co/{repo}", tuple(files)))
     return sorted(found, key=lambda m: m.name)
 
 

@@ -1,4 +1,7 @@
-"""Models named `hf.co/owner/repo[:file]`: choose the file, fetch it through huggingface_hub, check it.
+"""Models named `hf.co/owner/repo[:file]`: choose the files, fetch them through huggingface_hub, check them.
+
+A repository's model is its `.gguf` file, or, where it has none or `:safetensors` is asked for, the folder of
+`config.json`, tokenizer files and `*.safetensors`.
 
 The library's own settings apply: HF_ENDPOINT, HF_TOKEN, proxies, offline mode. Files are fetched into the
 workspace, where the library resumes interrupted downloads, compared with the SHA-256 that the hub states, and
@@ -27,6 +30,19 @@ PREFIX = "hf.co/"
 _REFERENCE = re.compile(r"hf\.co/(?P<owner>[\w.-]+)/(?P<repo>[\w.-]+?)(:(?P<file>.+))?", re.ASCII)
 # Left to `workspace`, which knows what to do about them.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_INDEX = "model.safetensors.index.json"
+_BESIDE = {
+    _INDEX,
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+}
+FOLDER = "safetensors"
+"""What stands in place of a file for the folder itself."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 
@@ -71,6 +87,28 @@ def split_sets(files: Iterable[str]) -> dict[str, list[str]]:
     return models
 
 
+def folder_files(files: Iterable[str]) -> list[str]:
+    """Choose, from all files of a repository, those of the model in Hugging Face's layout; [] if it has none.
+
+    `config.json` comes last: where it is, everything else is.
+    """
+    top = {f for f in files if "/" not in f}
+    weights = sorted(f for f in top if _WEIGHTS.fullmatch(f))
+    if not weights:
+        weights = sorted(f for f in top if f.endswith(".safetensors"))[:2]
+    if "config.json" not in top or not weights or (len(weights) > 1 and _INDEX not in top):
+        return []
+    return [*weights, *sorted(top & _BESIDE), "config.json"]
+
+
+def local_folder(folder: Path) -> list[Path]:
+    """Return the files of a model in Hugging Face's layout that was fetched before, `config.json` first."""
+    if not (folder / "config.json").is_file():
+        return []
+    names = folder_files(p.name for p in folder.iterdir())
+    return [folder / name for name in reversed(names)]
+
+
 def _is_complete(files: list[str]) -> bool:
     match = _SHARD.fullmatch(files[0])
     return len(files) == (int(match["count"]) if match else 1)
@@ -104,19 +142,22 @@ def local_models(folder: Path) -> dict[str, list[Path]]:
 
 
 def find(reference: Reference) -> Path | None:
-    """Return the first file of the model if it was fetched before and only one can be meant."""
+    """Return the first file of the model, or its folder, if it was fetched before and only one can be meant."""
     models = local_models(reference.folder)
-    matches = choose(models, reference.file)
-    return models[matches[0]][0] if len(matches) == 1 else None
+    matches = choose(models, reference.file) if reference.file != FOLDER else []
+    if len(matches) == 1:
+        return models[matches[0]][0]
+    as_folder = reference.file == FOLDER or (reference.file is None and not models)
+    return reference.folder if as_folder and local_folder(reference.folder) else None
 
 
 def fetch(reference: Reference, progress: Progress) -> Path:
-    """Fetch a model from the hub, all files of it when it is split, and return its first file.
+    """Fetch a model from the hub, all files of it, and return the first one or, in HF's layout, the folder.
 
     Raises
     ------
     ModelNotFoundError
-        If the repository does not exist, has no .gguf file, or has several that can be meant.
+        If the repository does not exist, has no model that can be read, or has several that can be meant.
     DownloadError
         If the hub cannot be reached or refuses, or what came is not what the hub announced.
     """
@@ -126,7 +167,11 @@ def fetch(reference: Reference, progress: Progress) -> Path:
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
         info = api.model_info(reference.id, files_metadata=True)
         known = {s.rfilename: s for s in info.siblings or []}
-        files = _one_model(reference, split_sets(known))
+        files = (
+            _one_model(reference, split_sets(known)) if _wants_gguf(reference, known) else folder_files(known)
+        )
+        if not files:
+            raise ModelNotFoundError(_no_model(reference, known))
         targets = [reference.folder / f for f in files]
         missing = [(f, t) for f, t in zip(files, targets, strict=True) if not t.exists()]
         total = sum(known[f].size or 0 for f, _ in missing)
@@ -142,7 +187,20 @@ def fetch(reference: Reference, progress: Progress) -> Path:
             done += size
         # All there: the library's records of what it had fetched are of no more use.
         shutil.rmtree(work, ignore_errors=True)
-        return targets[0]
+        return targets[0] if files[-1] != "config.json" else reference.folder
+
+
+def _wants_gguf(reference: Reference, files: Iterable[str]) -> bool:
+    has_gguf = any(f.lower().endswith(".gguf") for f in files)
+    return reference.file != FOLDER and (has_gguf or reference.file is not None)
+
+
+def _no_model(reference: Reference, files: Iterable[str]) -> str:
+    """Why a repository has nothing for us."""
+    name = f"{PREFIX}{reference.id}"
+    if any(f.endswith((".bin", ".pt", ".pth")) and "/" not in f for f in files):
+        return f"{name} has only pickled PyTorch weights, which are not read; look for a repository with safetensors"
+    return f"{name} has neither a .gguf file nor config.json with model.safetensors"
 
 
 def _one_model(reference: Reference, models: dict[str, list[str]]) -> list[str]:
