@@ -27,6 +27,7 @@ def finished(text: str, prompt: object, params) -> SimpleNamespace:
     timings = SimpleNamespace(
         prompt_tokens=10,
         cached_tokens=0,
+        disk_tokens=0,
         generated_tokens=len(text),
         prefill_s=0.1,
         decode_s=0.5,
@@ -40,6 +41,8 @@ def finished(text: str, prompt: object, params) -> SimpleNamespace:
         text=text,
         token_ids=list(range(len(text))),
         finish_reason="stop",
+        n_truncated=0,
+        outputs=[SimpleNamespace(n_dropped=0)],
         stop_reason=None,
         logprobs=None if params.logprobs is None else [Logprob(7, -0.5, 1, ((7, -0.5), (9, -2.0)))],
         error=None,

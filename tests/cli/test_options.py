@@ -43,7 +43,8 @@ def test_every_sampling_option_arrives(parse):
         "--temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --repetition-penalty 1.1 "
         "--frequency-penalty 0.2 --presence-penalty 0.3 --logit-bias 5:-1.5 --logit-bias 7:2 --seed 9 "
         "--max-tokens 20 --min-tokens 2 --stop A --stop B --stop-token-id 3 --stop-token-id 4 --ignore-eos "
-        "--show-stop --show-special --threads 2 --context 99 --cache-type float32 --kv-memory 2GiB --no-prefix-cache"
+        "--truncate-prompt-tokens -1 --slide --keep-tokens 7 --cache-dir here --cache-dir-size 25% "
+        "--show-stop --show-special --threads 2 --context 99 --cache-type float32 --kv-memory 2GiB"
     )
     params, machine = parse(*shlex.split(line))
     assert params == SamplingParams(
@@ -61,13 +62,22 @@ def test_every_sampling_option_arrives(parse):
         min_tokens=2,
         stop=("A", "B"),
         stop_token_ids=(3, 4),
+        truncate_prompt_tokens=-1,
+        slide=True,
+        keep_tokens=7,
         ignore_eos=True,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
     )
     assert machine == options.Machine(
-        n_threads=2, context_length=99, cache_dtype="float32", kv_memory="2GiB", prefix_cache=False
+        n_threads=2,
+        context_length=99,
+        cache_dtype="float32",
+        kv_memory="2GiB",
+        cache_dir="here",
+        cache_dir_size="25%",
     )
+    assert not parse("--no-prefix-cache")[1].prefix_cache
 
 
 def test_no_limit_of_tokens(parse):
@@ -83,6 +93,11 @@ def test_no_limit_of_tokens(parse):
         (("--threads", "0"), "--threads"),
         (("--max-tokens", "many"), "--max-tokens"),
         (("--kv-memory", "lots"), "kv_memory is 'lots'"),
+        (("--cache-dir", "x", "--cache-dir-size", "lots"), "cache_dir_size is 'lots'"),
+        (("--cache-dir-size", "1GB"), "--cache-dir-size needs --cache-dir"),
+        (("--cache-dir", "x", "--no-prefix-cache"), "--cache-dir keeps what --no-prefix-cache turns off"),
+        (("--truncate-prompt-tokens", "0"), "truncate_prompt_tokens is 0"),
+        (("--slide", "--max-tokens", "-1"), "max_tokens is None"),
         (("--temprature", "1"), "--temprature"),
     ],
 )

@@ -158,9 +158,12 @@ def test_json(ropewalk, llm):
         "stop_reason": None,
         "seed": 3,
         "prompt_token_ids": [1, 2],
+        "n_truncated": 0,
+        "n_dropped": 0,
         "timings": {
             "prompt_tokens": 10,
             "cached_tokens": 0,
+            "disk_tokens": 0,
             "generated_tokens": 6,
             "prefill_s": 0.1,
             "decode_s": 0.5,

@@ -31,13 +31,16 @@ def print_stream(chunks: Iterable[StreamChunk]) -> RequestOutput | None:
 def speed_line(output: RequestOutput, params: SamplingParams) -> str:
     """What an answer cost, in one line, with the seed if one mattered."""
     t = output.timings
-    cached = f" ({t.cached_tokens} cached)" if t.cached_tokens else ""
+    from_disk = f", {t.disk_tokens} on disk" if t.disk_tokens else ""
+    cached = f" ({t.cached_tokens} cached{from_disk})" if t.cached_tokens else ""
     parts = [f"prefill {t.prompt_tokens} tokens{cached}, {t.prefill_tps:.1f} tok/s"]
     if t.generated_tokens > 1:
         parts.append(f"decode {t.generated_tokens} tokens, {t.decode_tps:.1f} tok/s")
     parts.append(f"first token after {t.time_to_first_token_s:.2f} s")
     if output.finish_reason == "length":
         parts.append("cut at the limit")
+    if n_dropped := output.outputs[0].n_dropped:
+        parts.append(f"{n_dropped} tokens have left the context")
     if not params.greedy:
         parts.append(f"seed {output.seed}")
     return " | ".join(parts)
@@ -54,9 +57,12 @@ def as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "seed": output.seed,
         "prompt_token_ids": list(output.prompt_token_ids),
+        "n_truncated": output.n_truncated,
+        "n_dropped": output.outputs[0].n_dropped,
         "timings": {
             "prompt_tokens": t.prompt_tokens,
             "cached_tokens": t.cached_tokens,
+            "disk_tokens": t.disk_tokens,
             "generated_tokens": t.generated_tokens,
             "prefill_s": t.prefill_s,
             "decode_s": t.decode_s,

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, TruncationWarning
 
 # Characters that change the order in which a line is read; harmless in prose, a disguise in a name.
 _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
@@ -104,6 +104,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
                 reconfigure(errors="replace")  # an ASCII terminal must not stop an answer
         try:
             with warnings.catch_warnings():
+                warnings.simplefilter("always", TruncationWarning)
                 warnings.showwarning = _tell_warning
                 function(*args, **options)
             sys.stdout.flush()

@@ -156,6 +156,8 @@ def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
             cache_dtype=machine.cache_dtype,
             kv_memory=machine.kv_memory,
             prefix_cache=machine.prefix_cache,
+            cache_dir=machine.cache_dir,
+            cache_dir_size=machine.cache_dir_size,
             max_batch=max_batch,
             progress=progress,
         )

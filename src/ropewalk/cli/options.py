@@ -93,6 +93,23 @@ def sampling(
     stop_token_id: Annotated[
         list[int] | None, typer.Option("--stop-token-id", help="Stop at this token. Repeatable.")
     ] = None,
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--truncate-prompt-tokens",
+            metavar="N",
+            help="Cut a longer prompt: of a chat the oldest turns, else its middle; -1: what does not fit.",
+        ),
+    ] = None,
+    slide: Annotated[
+        bool, typer.Option("--slide", help="Where the context is full, drop its older half and go on.")
+    ] = False,
+    keep_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-tokens", metavar="N", help="Never dropped of a prompt. Default: its system message."
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
     ] = False,
@@ -119,6 +136,9 @@ def sampling(
         min_tokens=min_tokens,
         stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()),
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        slide=slide,
+        keep_tokens=keep_tokens,
         ignore_eos=ignore_eos,
         include_stop_str_in_output=show_stop,
         skip_special_tokens=not show_special,
@@ -144,13 +164,15 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """How to run a model: threads, context in tokens, and the KV cache: type of its elements, size, sharing."""
+    """How to run a model: threads, context in tokens, and the KV cache: type of its elements, size, sharing, disk."""
 
     n_threads: int | None
     context_length: int | None
     cache_dtype: str
     kv_memory: str | None = None
     prefix_cache: bool = True
+    cache_dir: str | None = None
+    cache_dir_size: str | None = None
 
 
 def machine(
@@ -177,13 +199,31 @@ def machine(
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute the beginning of each prompt anew.")
     ] = False,
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dir", metavar="FOLDER", help="Keep computed beginnings of prompts there, for later runs."
+        ),
+    ] = None,
+    cache_dir_size: Annotated[
+        str | None,
+        typer.Option("--cache-dir-size", metavar="SIZE", help="Most of them: as --kv-memory. Default: 4GiB."),
+    ] = None,
 ) -> Machine:
     """The options that say how to run a model."""
     if kv_memory is not None:
         from ropewalk.engine.budget import parse_memory
 
         parse_memory(kv_memory, free_bytes=2**30)  # refuses what is no size
-    return Machine(threads, context, cache_type, kv_memory, not no_prefix_cache)
+    if cache_dir_size is not None:
+        from ropewalk.engine.budget import parse_memory
+
+        parse_memory(cache_dir_size, free_bytes=2**30, name="cache_dir_size")
+    if cache_dir is None and cache_dir_size is not None:
+        raise InvalidParameterError("--cache-dir-size needs --cache-dir")
+    if cache_dir is not None and no_prefix_cache:
+        raise InvalidParameterError("--cache-dir keeps what --no-prefix-cache turns off")
+    return Machine(threads, context, cache_type, kv_memory, not no_prefix_cache, cache_dir, cache_dir_size)
 
 
 def model_argument() -> Any:
