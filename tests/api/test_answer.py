@@ -39,7 +39,7 @@ CALLS = [
     (HERMES, "a <tool_cal b", plain("a <tool_cal b")),
     (HERMES, "  x", plain("  x")),
     (HERMES, "a <tool", plain("a <tool")),
-    (MISTRAL, f'[TOOL_CALLS][{F_OF_1}, {{"name": "g", "arguments": {{}}}}]', ("", "", [("f", '{"a": 1}'), ("g", "{}")])),
+    (MISTRAL, f'[TOOL_CALLS][{F_OF_1}, {{"name":"g","arguments":{{}}}}]', ("", "", [("f", '{"a": 1}'), ("g", "{}")])),
     (MISTRAL, "[TOOL] no", plain("[TOOL] no")),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
     (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
