@@ -150,6 +150,11 @@ class Request:
         return self.priority, self.id
 
     @property
+    def is_new(self) -> bool:
+        """Whether what it finds computed was computed for others: it has drawn nothing and never lost its pages."""
+        return not self.n_preempted and not self.first_token_s
+
+    @property
     def pages_soon(self) -> int:
         """Pages for its known tokens and one page more, or to its end; the last token drawn is never computed."""
         return pages_for(self.n_window + min(PAGE_SIZE, self.room - 1))

@@ -125,7 +125,7 @@ class Scheduler:
         self._count(request, self.tables.reuse(request, from_disk=True))
 
     def _count(self, request: Request, n_found: int) -> None:
-        if not request.n_preempted:
+        if request.is_new:
             request.n_cached = min(request.n_cached + n_found, request.n_prompt)
 
     def _make_room(self, request: Request, count: int) -> bool:

@@ -79,7 +79,7 @@ class PageTables:
         if self._copies:  # the page may be the source of one
             self.shelf.cache.copy_pages(self.take_copies())
         self.shelf.cache.write_page(page, contents)
-        if not request.n_preempted:
+        if request.is_new:
             request.n_from_disk += PAGE_SIZE
         return self.prefix.add(parent, block, page)
 
