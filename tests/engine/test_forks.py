@@ -212,11 +212,11 @@ class TestSliding:
         backend = toy()
         engine = engine_of(backend)
         params = SamplingParams(temperature=0, max_tokens=40, slide=True, keep_tokens=32, ignore_eos=True)
-        engine.add_request([i % 11 for i in range(40)], params)
+        request = engine.add_request([i % 11 for i in range(40)], params)
         run(engine)
-        assert (
-            backend.batch_sizes == [40] + [1] * 23 + [16] + [1] * 15
-        )  # 48 tokens are left, 32 of them known
+        # 48 tokens are left, 32 of them known; they are no hits of the prompt.
+        assert backend.batch_sizes == [40] + [1] * 23 + [16] + [1] * 15
+        assert request.n_cached == 0
 
     def test_c8_never_without_asking(self, toy):
         engine = engine_of(toy())
