@@ -7,7 +7,26 @@ from typing import Annotated
 import typer
 
 from ropewalk import __version__
-from ropewalk.cli import bench, chat, doctor, explain, inspect_, list_, plan, pull, rm, run, serve, warmup
+from ropewalk.cli import (
+    batch,
+    bench,
+    chat,
+    doctor,
+    embed,
+    explain,
+    figure,
+    inspect_,
+    kl,
+    list_,
+    lm_eval,
+    perplexity,
+    plan,
+    pull,
+    rm,
+    run,
+    serve,
+    warmup,
+)
 
 HELP = """Text from language models, in pure Python.
 
@@ -44,13 +63,19 @@ def build() -> typer.Typer:
     app.command("run")(run.run)
     app.command("chat")(chat.chat)
     app.command("serve")(serve.serve)
+    app.command("batch")(batch.batch)
     app.command("pull")(pull.pull)
     app.command("list")(list_.list_models)
     app.command("rm")(rm.remove)
     app.command("inspect")(inspect_.inspect)
     app.command("bench")(bench.bench)
     app.command("explain")(explain.explain)
+    app.add_typer(figure.figure_app(), name="figure", help="Draw a figure into a file; print its numbers.")
     app.command("plan")(plan.plan)
     app.command("warmup")(warmup.warmup)
+    app.command("embed")(embed.embed)
+    app.command("perplexity")(perplexity.perplexity)
+    app.command("kl")(kl.kl)
+    app.command("lm-eval", context_settings=lm_eval.PASSED_ON)(lm_eval.lm_eval)
     app.command("doctor")(doctor.doctor)
     return app
