@@ -43,3 +43,7 @@ class TemplateError(RopewalkError, ValueError):
 
 class GenerationError(RopewalkError, RuntimeError):
     """A request could not be continued, for example because all its logits are NaN."""
+
+
+class BatchError(RopewalkError, ValueError):
+    """The input or output file of a batch cannot be used."""
