@@ -577,8 +577,8 @@ class TestClosing:
             steps = len(llm.backend.batch_sizes)
             thread = engine._worker._thread
             before = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            await asyncio.sleep(0.2)
-            assert time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) == before
+            await asyncio.sleep(0.3)
+            assert time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) < before + 0.01
             assert len(llm.backend.batch_sizes) == steps
 
         run(main)
@@ -679,7 +679,7 @@ async def _act(engine, number, request, expected):
     assert texts == full if end == "read" else all(map(str.startswith, full, texts))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=REQUESTS, n_loops=st.integers(1, 3), pool=st.integers(4, 12))
 def test_random_orders_over_threads_and_loops(requests, n_loops, pool):
     llm = toy_llm(kv_tokens=16 * pool, max_batch=4, token_budget=20)

@@ -490,6 +490,8 @@ class _Worker:
         mailbox.put(generation.chunks)
         generation.chunks.clear()
         if (lost_by := generation.lost_by) is not None:
+            if not isinstance(lost_by, Exception) and threading.current_thread() is self._thread:
+                return  # this thread dies of it, and then ends all requests
             self._end(mailbox, _caused_by(lost_by, "the step that ran the request failed: "))
         elif generation.ended:
             self._end(mailbox, None if generation.error is None else _caused_by(generation.error))
