@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,9 @@ class Passes:
     def score(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[Score]:
         """Score each of several continuations, of at least one token, of a context, of at least one token."""
         n_context, n_shared = len(context), len(context) // PAGE_SIZE
+        longest = n_context + max(map(len, continuations), default=1) - 1
+        if n_context <= self._backend.config.rope_switch < longest:
+            return [self._score_alone(context, token_ids) for token_ids in continuations]
         shared, n_pages = _pages(0, n_context), pages_for(n_context)
         tables, copies = [], []
         for token_ids in continuations:
@@ -108,6 +112,12 @@ class Passes:
             cache,
         )
         return [_score(token_ids, first, rows) for token_ids in continuations]
+
+    def _score_alone(self, context: Sequence[int], token_ids: Sequence[int]) -> Score:
+        """Score a continuation with a pass of its own: where its length changes the keys of the context."""
+        whole = self.logits([*context, *token_ids[:-1]])
+        rows = islice((row for rows in whole for row in rows), len(context) - 1, None)
+        return _score(token_ids, next(rows).copy(), rows)
 
     def _last_logits(self, sequence: _Sequence, cache: KVCache) -> Float32Array:
         *before, last = _batches([sequence], self._budget)
@@ -169,6 +179,7 @@ def _batches(sequences: Sequence[_Sequence], budget: int) -> Iterator[StepBatch]
             sequences=np.repeat(np.arange(len(sequences), dtype=np.int32), lengths)[part],
             page_tables=tables,
             logit_rows=np.zeros(0, dtype=np.int32),
+            lengths=np.array([s.start + len(s.tokens) for s in sequences], dtype=np.int32),
         )
 
 

@@ -2,7 +2,8 @@
 
 The cache holds, for each slot, the token and the position written there. Logits of a token are a hash of the
 whole history, read back through the page table; a slot that was not written, or was written for another
-position, is an error at once, and a slot of another sequence gives other tokens.
+position, is an error at once, and a slot of another sequence gives other tokens. With `rope_switch` the written
+position also says whether the sequence was long, and all of a sequence must agree.
 """
 
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 
 VOCAB = 13
 PAGE = 16
+LONG = 10**6
 
 
 class ToyCache:
@@ -36,8 +38,8 @@ class ToyCache:
 class ToyBackend:
     """`poison` maps a token id to the value that all logits have after it."""
 
-    def __init__(self, poison=None, fail_at=None, vocab_size=VOCAB):
-        self.config = SimpleNamespace(vocab_size=vocab_size, context_length=512)
+    def __init__(self, poison=None, fail_at=None, vocab_size=VOCAB, rope_switch=0):
+        self.config = SimpleNamespace(vocab_size=vocab_size, context_length=512, rope_switch=rope_switch)
         self.poison = poison or {}
         self.fail_at = fail_at
         self.batch_sizes = []
@@ -61,19 +63,26 @@ class ToyBackend:
         self.batch_sizes.append(len(batch.tokens))
         if self.fail_at is not None and len(self.batch_sizes) == self.fail_at[0]:
             raise self.fail_at[1]
-        cache.slots[batch.slots] = np.stack([batch.tokens, batch.positions], axis=1)
+        long = self.is_long(batch)[batch.sequences]
+        cache.slots[batch.slots] = np.stack([batch.tokens, batch.positions + LONG * long], axis=1)
         return np.stack([self.logits_of(batch, row, cache) for row in batch.logit_rows] or [np.zeros(0)])
 
     def logits_of(self, batch, row, cache):
         positions = np.arange(batch.positions[row] + 1)
         table = batch.page_tables[batch.sequences[row]]
         history = cache.slots[table[positions // PAGE] * PAGE + positions % PAGE]
-        assert history[:, 1].tolist() == positions.tolist(), "a slot was never written, or by someone else"
-        return self.logits(history[:, 0].tolist())
+        long = bool(self.is_long(batch)[batch.sequences[row]])
+        written = (positions + LONG * long).tolist()
+        assert history[:, 1].tolist() == written, "a slot was never written, or by someone else"
+        tokens = history[:, 0].tolist()
+        return self.logits(tokens, long=True) if long else self.logits(tokens)
 
-    def logits(self, tokens):
+    def is_long(self, batch):
+        return (self.config.rope_switch > 0) & (batch.known > self.config.rope_switch)
+
+    def logits(self, tokens, *, long=False):
         """float32 [VOCAB] after these tokens: quarters between 0 and 7.75, with ties."""
-        state = 1
+        state = 1 + 7 * long
         for position, token in enumerate(tokens):
             state = (
                 state * 6364136223846793005 + token * 2654435761 + position + 1442695040888963407

@@ -165,15 +165,10 @@ def test_absurd_value_is_refused_by_its_key(tiny, key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.scaling.type", "linear"),
-        ("rope.scaling.type", "yarn"),
-        ("rope.scaling.type", "longrope"),
         ("rope.scaling.type", "surprise"),
         ("rope.scaling.type", 5),
-        ("rope.scaling.factor", 8.0),
         ("rope.scaling.yarn_beta_fast", 32.0),
         ("rope.dimension_sections", np.array([16, 24, 24, 0])),
-        ("rope.scale_linear", 2.0),
         ("attention.causal", False),
         ("attention.clamp_kqv", 8.0),
         ("attention.value_length", 4),

@@ -48,6 +48,9 @@ class StepBatch:
         Page numbers of each sequence in order. Entries past a sequence's last position are not read.
     logit_rows : int32 [m]
         Indices into `tokens` of those whose logits are wanted, ascending.
+    lengths : int32 [n_seqs], optional
+        Tokens of each sequence that are known, those of later steps included: some models' rotary frequencies follow
+        from it. Default: up to its last position in this batch.
     """
 
     tokens: Int32Array
@@ -55,12 +58,22 @@ class StepBatch:
     sequences: Int32Array
     page_tables: Int32Array
     logit_rows: Int32Array
+    lengths: Int32Array | None = None
 
     @property
     def slots(self) -> Int32Array:
         """Slot in the cache of every token, int32 [n]."""
         pages = self.page_tables[self.sequences, self.positions // PAGE_SIZE]
         return (pages * PAGE_SIZE + self.positions % PAGE_SIZE).astype(np.int32)
+
+    @property
+    def known(self) -> Int32Array:
+        """Known tokens of every sequence, int32 [n_seqs]: `lengths`, or what stands in for it."""
+        if self.lengths is not None:
+            return self.lengths
+        lengths = np.zeros(len(self.page_tables), np.int32)
+        np.maximum.at(lengths, self.sequences, self.positions + 1)
+        return lengths
 
     def check(self, *, vocab_size: int, n_pages: int) -> None:
         """Raise ValueError unless the batch keeps the promises above; a fault here is the engine's.
@@ -107,6 +120,13 @@ class StepBatch:
             raise ValueError("StepBatch.positions of one sequence must ascend by one")
         if len(np.unique(self.sequences)) != n - np.count_nonzero(same):
             raise ValueError("StepBatch.sequences: tokens of one sequence must be consecutive")
+        known = self.known
+        if (
+            known.dtype != np.int32
+            or known.shape != (n_seqs,)
+            or np.any(self.positions >= known[self.sequences])
+        ):
+            raise ValueError("StepBatch.lengths must be int32 [n_seqs], beyond every position")
         if len(np.unique(self.slots)) != n:
             raise ValueError("StepBatch: two tokens would be written to the same slot")
 

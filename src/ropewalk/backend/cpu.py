@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.backend.account import Account
+from ropewalk.backend.angles import Angles
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.host import available_bytes
@@ -42,11 +43,10 @@ from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
-from ropewalk.kernels.tables import Job, Layer
+from ropewalk.kernels.tables import Job
 from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import output_norm
-from ropewalk.model.rope import cos_sin, inverse_frequencies
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU, "relu2": RELU2, "swiglu_oai": SWIGLU_OAI}
 OUTPUT_VECTORS = {
@@ -180,11 +180,7 @@ class CpuBackend:
         self._position_rows = checkpoint.tensor("position_embd.weight") if config.learned_positions else None
         compile_parts(parts_of_model(checkpoint, config), progress)
         self.weights: PackedWeights = pack_model(checkpoint, config, self.n_threads, progress)
-        self._frequencies = [
-            inverse_frequencies(r, checkpoint.tensor("rope_freqs.weight") if r.freq_factors else None)
-            for r in config.rope
-        ]
-        self._angles: list[tuple[Float32Array, Float32Array]] = []
+        self._angles = Angles(config, checkpoint.tensor, self.weights.layers)
         self._constants = np.array(
             [
                 config.norm_eps,
@@ -206,7 +202,7 @@ class CpuBackend:
         self._log = new_log(config.n_layers)
         self._fill_constant_fields()
         self._grow(1)
-        self._grow_angles(1024)
+        self._angles.reach(1024)
         self._team = Team(self.n_threads, self._job, self.weights.layers, self.weights.matrices)
         checkpoint.release()
 
@@ -286,7 +282,8 @@ class CpuBackend:
         sequences = np.ascontiguousarray(batch.sequences[part])
         tables = np.ascontiguousarray(batch.page_tables)
         self._grow(n)
-        self._grow_angles(int(positions.max()) + 1)
+        self._angles.reach(int(batch.positions.max()) + 1)
+        angle_rows = np.ascontiguousarray(self._angles.rows(batch)[part])
         x = dequantize(self._embedding[batch.tokens[part]], self._embedding_format)
         x = np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
         if self._position_rows is not None:
@@ -295,6 +292,7 @@ class CpuBackend:
             Job.N_TOKENS: n,
             Job.N_LOGITS: len(rows),
             Job.POSITIONS: positions.ctypes.data,
+            Job.ANGLE_ROWS: angle_rows.ctypes.data,
             Job.SEQUENCES: sequences.ctypes.data,
             Job.PAGE_TABLES: tables.ctypes.data,
             Job.MAX_PAGES: tables.shape[1],
@@ -404,18 +402,6 @@ class CpuBackend:
         for field, buffer in self._buffers.items():
             self._job[field] = buffer.ctypes.data
         self._capacity = n
-
-    def _grow_angles(self, n: int) -> None:
-        """Make the tables of cosines and sines reach n positions."""
-        if self._angles and n <= len(self._angles[0][0]):
-            return
-        n = max(n, 2 * len(self._angles[0][0]) if self._angles else 0)
-        self._angles = [cos_sin(f, np.arange(n)) for f in self._frequencies]
-        for layer, rope in enumerate(self.config.layer_rope):
-            if rope >= 0:
-                cos, sin = self._angles[rope]
-                self.weights.layers[layer, Layer.COS] = cos.ctypes.data
-                self.weights.layers[layer, Layer.SIN] = sin.ctypes.data
 
 
 def _check_widths(config: ModelConfig) -> None:

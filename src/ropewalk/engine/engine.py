@@ -180,6 +180,7 @@ class Engine:
                 index=index,
                 group=group,
                 slide=slide,
+                rope_switch=self.backend.config.rope_switch,
                 priority=priority,
                 cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
                 constraint=constraint.fork() if constraint else None,
@@ -240,6 +241,7 @@ class Engine:
             group=group,
             family=family,
             slide=slide,
+            rope_switch=self.backend.config.rope_switch,
             priority=request.priority if priority is None else priority,
             cache_key=request.cache_key,
             constraint=request.constraint.fork() if request.constraint else None,
@@ -430,6 +432,7 @@ class Engine:
             sequences=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
             page_tables=tables,
             logit_rows=np.array(wanted, dtype=np.int32),
+            lengths=np.array([c.request.n_window + len(c.guesses) for c in chunks], dtype=np.int32),
         )
 
     def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:
@@ -450,14 +453,14 @@ class Engine:
     def _draw_run(self, chunk: Chunk, rows: Iterator[Float32Array]) -> None:
         """Draw one token, and one more after each guess that turns out right; then keep what was computed of them."""
         request, tables = chunk.request, self.scheduler.tables
-        before, n_dropped = request.n_tokens, request.n_dropped
+        before, n_dropped, was_long = request.n_tokens, request.n_dropped, request.is_long
         going = True
         for guess in (*chunk.guesses, None):
             logits = next(rows)  # also those that are of no use
             if going:
                 self._draw(request, logits)
                 going = request.finish_reason is None and request.tokens[request.n_tokens - 1] == guess
-        if request.n_dropped > n_dropped or not self.keep_cache:
+        if request.n_dropped > n_dropped or request.is_long != was_long or not self.keep_cache:
             tables.drop(request)
         elif self.speculator is not None:
             tables.commit(request, max(0, request.n_tokens - before - 1))

@@ -46,6 +46,9 @@ class Request:
         What the model sees, at positions from 0: `tokens`, without what has left the context.
     n_dropped : int
         Tokens that have left it.
+    rope_switch : int
+        Tokens in the window up to which one set of rotary frequencies holds; beyond it another holds for all of
+        them, so that every key is computed anew. 0: there is one set.
     index, group
         Which completion of its prompt it is, and all of them in order, itself included.
     family : list of Request
@@ -92,6 +95,7 @@ class Request:
     family: list[Request] = field(default_factory=list, repr=False)
     slide: Slide | None = None
     n_dropped: int = 0
+    rope_switch: int = 0
     priority: int = 0
     cache_key: bytes = b""
     constraint: Constraint | None = None
@@ -161,14 +165,21 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that can still be drawn before the output ends or the context slides."""
+        """Tokens that can still be drawn before the output ends, the context slides, or all keys change."""
         most = len(self.window) if self.slide is None else min(len(self.window), self.slide.context_length)
+        if not self.is_long and self.rope_switch:
+            most = min(most, self.rope_switch + 1)
         return most - self.n_window
+
+    @property
+    def is_long(self) -> bool:
+        """Whether what the model sees has grown beyond `rope_switch`."""
+        return 0 < self.rope_switch < self.n_window
 
     def block(self, i: int) -> bytes:
         """What the values in its page i follow from, besides the pages before it."""
         tokens = self.window[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
-        return tokens if i else self.cache_key + tokens
+        return tokens if i else self.cache_key + b"long" * self.is_long + tokens
 
     def text(self, i: int) -> bytes:
         """What the values in its page i follow from, the pages before it included."""
@@ -176,6 +187,8 @@ class Request:
 
     def common(self, other: Request) -> int:
         """Computed positions of another request that this one can take over, all but its last token's at most."""
+        if other.is_long != self.is_long:
+            return 0
         n = min(other.n_computed, self.n_window - 1)
         differ = np.flatnonzero(self.window[:n] != other.window[:n])
         return int(differ[0]) if len(differ) else n

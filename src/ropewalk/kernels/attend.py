@@ -114,7 +114,8 @@ def rotate_and_store(n_threads, words, job, layer, number):
             position = load_i32(job[Job.POSITIONS] + 4 * token)
             cos, sin = layer[Layer.COS], layer[Layer.SIN]
             if cos != 0:
-                cos, sin = cos + angles_bytes * position, sin + angles_bytes * position
+                row = load_i32(job[Job.ANGLE_ROWS] + 4 * token)
+                cos, sin = cos + angles_bytes * row, sin + angles_bytes * row
             if head < n_heads:
                 q = job[Job.QUERIES] + 4 * head_dim * (n_heads * token + head)
                 bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0

@@ -73,6 +73,7 @@ class Job(IntEnum):
     HEAD_NORM_STRIDE = 55  # bytes between the norm weights of two heads of q or k; 0: the same for all
     OUTPUT_NORM_BIAS = 56
     OUTPUT_BIAS = 57  # address of float32 [logit_stride / 4]
+    ANGLE_ROWS = 58  # address of int32 [n_tokens]: rows of COS and SIN
 
 
 class Layer(IntEnum):
@@ -87,7 +88,7 @@ class Layer(IntEnum):
     POST_ATTN_NORM = 6
     FFN_NORM = 7
     POST_FFN_NORM = 8
-    COS = 9  # address of float32 [positions, rope_width / 2]; 0: this layer does not rotate
+    COS = 9  # address of float32 [rows, rope_width / 2]; 0: this layer does not rotate
     SIN = 10
     WINDOW = 11  # tokens seen, the current one included; 0: all
     QKV_INPUT = 12  # which tiles the products read: bit 0 bytes, bit 1 floats

@@ -30,7 +30,8 @@ from ropewalk.model.families import (
     Scoring,
     tensor_shapes,
 )
-from ropewalk.model.scaling import RopeScaling
+from ropewalk.model.rope_settings import read_scaling
+from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, LongRope, RopeScaling
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
@@ -70,6 +71,12 @@ class RopeConfig:
     layout: RopeLayout
     freq_factors: bool = False
     scaling: RopeScaling | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that hold divisors."""
+        in_file = isinstance(self.scaling, LongRope) and not self.scaling.short_factors
+        return (DIVISORS_TENSOR,) * self.freq_factors + (LONGROPE_TENSORS if in_file else ())
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ class ModelConfig:
         n_layers, head_dim = sizes["n_layers"], sizes["head_dim"]
         experts, layer_experts = _read_experts(keys, family, tensors, n_layers, sizes["ffn_size"])
         windows = _read_windows(keys, family, n_layers)
-        rope = _read_rope(keys, family, head_dim, any(windows), "rope_freqs.weight" in tensors)
+        rope = _read_rope(keys, family, head_dim, any(windows), tensors)
         attn_norm, ffn_norm = (_first_norm(names, tensors) for names in (family.attn_norm, family.ffn_norm))
         parallel = family.parallel == "always" or (attn_norm == ffn_norm != "")
         stated = keys.boolean("use_parallel_residual", parallel or family.parallel == "key")
@@ -258,6 +265,11 @@ class ModelConfig:
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
         return not self.biases.isdisjoint(("attn_q", "attn_qkv"))
+
+    @property
+    def rope_switch(self) -> int:
+        """Tokens up to which one set of rotary frequencies holds; beyond, another does for all of them. 0: never."""
+        return max((rope.scaling.switch for rope in self.rope if rope.scaling), default=0)
 
     @property
     def kv_group(self) -> int:
@@ -400,7 +412,7 @@ def _qk_norm(family: Family, tensors: Mapping[str, TensorInfo]) -> QKNorm:
 
 
 def _read_rope(
-    keys: _Keys, family: Family, head_dim: int, has_windows: bool, has_factors: bool
+    keys: _Keys, family: Family, head_dim: int, has_windows: bool, tensors: Mapping[str, TensorInfo]
 ) -> tuple[RopeConfig, ...]:
     """Rotary settings: of the layers that see everything, then (if any) of those with a window."""
     if not family.rope_layout:
@@ -412,7 +424,9 @@ def _read_rope(
     local_base = keys.number(
         "rope.freq_base_swa", family.local_rope_base or base, low=1.0, high=1e15, open_low=True
     )
-    everywhere = RopeConfig(base, width, family.rope_layout, has_factors)
+    has_lists = any(name in tensors for name in LONGROPE_TENSORS)
+    scaling = read_scaling(keys, keys.integer("context_length"), has_lists)
+    everywhere = RopeConfig(base, width, family.rope_layout, DIVISORS_TENSOR in tensors, scaling)
     own_setting = family.local_rope_base is not None or keys.has("rope.freq_base_swa")
     if not has_windows or not own_setting:
         return (everywhere,)

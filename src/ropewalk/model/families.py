@@ -292,19 +292,13 @@ UNIMPLEMENTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
-    "rope.scale_linear": (0, 1),
     "rope.scaling.alpha": (0, 1),
-    "rope.scaling.attn_factor": (0, 1),
-    "rope.scaling.factor": (0, 1),
-    "rope.scaling.type": ("none",),
     "tensor_data_layout": ("jploski",),  # Falcon's q, k and v one after the other
     "use_parallel_residual": (False,),
 }
 
 # Keys that say something, but nothing that changes the logits when the keys above are neutral.
-INERT_KEYS = frozenset(
-    {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tokens_per_second"}
-)
+INERT_KEYS = frozenset({"rope.scaling.finetuned", "tokens_per_second"})
 
 # Tensors that other architectures have. A file that carries one beyond those of its own row computes something else
 # than its architecture's name says. Biases and scales of any other tensor are refused the same way.
@@ -346,8 +340,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["output.weight"] = (config.vocab_size, hidden)
     if "output" in config.biases:
         shapes["output.bias"] = (config.vocab_size,)
-    if any(rope.freq_factors for rope in config.rope):
-        shapes["rope_freqs.weight"] = (config.rope[0].width // 2,)
+    shapes |= {name: (rope.width // 2,) for rope in config.rope for name in rope.tensors}
     return shapes
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ropewalk.errors import PromptError
-from ropewalk.model.rope import cos_sin, inverse_frequencies, rotate
+from ropewalk.model.rope import cos_sin, rope_table, rotate
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -44,11 +44,16 @@ QUERY_BLOCK = 256
 
 @dataclass
 class ReferenceCache:
-    """Rotated keys, and values, of every layer so far: lists of float32 [n_kv_heads, length, head_dim]."""
+    """Tokens so far, and their rotated keys, and values, in every layer: float32 [n_kv_heads, length, head_dim]."""
 
-    length: int = 0
+    tokens: list[int] = field(default_factory=list)
     keys: list[Float32Array] = field(default_factory=list)
     values: list[Float32Array] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """How many tokens."""
+        return len(self.tokens)
 
 
 class Reference:
@@ -69,10 +74,7 @@ class Reference:
         self._checkpoint = checkpoint
         self._spare_bytes = keep_bytes
         self._kept = {"token_embd.weight": checkpoint.tensor("token_embd.weight")}
-        self._frequencies = [
-            inverse_frequencies(rope, checkpoint.tensor("rope_freqs.weight") if rope.freq_factors else None)
-            for rope in config.rope
-        ]
+        self._tables = [rope_table(rope, checkpoint.tensor, config.context_length) for rope in config.rope]
 
     def new_cache(self) -> ReferenceCache:
         """An empty KV cache for one sequence."""
@@ -110,6 +112,10 @@ class Reference:
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             raise PromptError(f"token ids must be from 0 to {config.vocab_size - 1}")
         start = cache.length if cache else 0
+        if cache and start <= config.rope_switch < start + tokens.size and start:
+            everything = [*cache.tokens, *tokens.tolist()]  # the keys so far have other frequencies: all anew
+            cache.tokens, cache.keys, cache.values = [], [], []
+            return self.forward(everything, cache)[start:]
         positions = np.arange(start, start + tokens.size)
         x = self._weight("token_embd.weight")[tokens] * np.float32(config.embedding_scale)
         if config.learned_positions:
@@ -121,7 +127,7 @@ class Reference:
         for layer in range(config.n_layers):
             x = self._layer(layer, x, positions, cache)
         if cache:
-            cache.length += tokens.size
+            cache.tokens += tokens.tolist()
         x = self._norm(x, "output_norm")
         y = self._linear(x, "token_embd" if config.tied_output else "output")
         if "output" in config.biases and config.tied_output:
@@ -151,7 +157,9 @@ class Reference:
         q, k, v = self._heads(x, block)
         if config.layer_rope[layer] >= 0:
             which = config.layer_rope[layer]
-            cos, sin = cos_sin(self._frequencies[which], positions)
+            table = self._tables[which]
+            frequencies = table.of_length(int(positions[-1]) + 1)
+            cos, sin = cos_sin(frequencies, positions, table.attention_scale)
             q = rotate(q, cos, sin, config.rope[which].layout)
             k = rotate(k, cos, sin, config.rope[which].layout)
         if cache:

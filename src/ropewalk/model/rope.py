@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ropewalk.errors import CheckpointError
+from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.families import RopeLayout
 from ropewalk.model.scaling import (
+    DIVISORS_TENSOR,
+    LONGROPE_TENSORS,
     SCHEMES,
     DynamicNTK,
     Linear,
@@ -80,28 +82,42 @@ class RopeTable:
         frequencies: Float64Array = self.frequencies[int(0 < self.switch < n_tokens)]
         return frequencies
 
-    def angles(self, n_positions: int) -> tuple[Float32Array, Float32Array]:
-        """Scaled cosines and sines: two float32 [n_tables · n_positions, width / 2], one table after the other."""
+    def angles(self, n_positions: int, *, twice: bool = False) -> tuple[Float32Array, Float32Array]:
+        """Scaled cosines and sines: two float32 [n_tables · n_positions, width / 2], one table after the other.
+
+        With `twice` there are two tables, the same one if this has only one: as many as other layers may have.
+        """
         positions = np.arange(n_positions)
         parts = [cos_sin(f, positions, self.attention_scale) for f in self.frequencies]
+        parts = parts * 2 if twice and len(parts) == 1 else parts
         cos, sin = (np.concatenate(part) for part in zip(*parts, strict=True))
         return cos, sin
 
 
-def rope_table(rope: RopeConfig, tensor: Callable[[str], ArrayLike]) -> RopeTable:
+def rope_table(rope: RopeConfig, tensor: Callable[[str], ArrayLike], context_length: int = 0) -> RopeTable:
     """Work out the table of a setting.
 
     Parameters
     ----------
     tensor : callable
         Reads a tensor of the model file by name; asked for what the setting says is there.
+    context_length : int
+        Most tokens of a sequence.
 
     Raises
     ------
     CheckpointError
         Divisors have another length than the table, or are not positive and finite.
+    UnsupportedModelError
+        The frequencies change with every token: dynamic NTK beyond its trained context.
     """
     scaling = rope.scaling
+    if isinstance(scaling, DynamicNTK) and context_length > scaling.original_context:
+        raise UnsupportedModelError(
+            f"rope scaling 'dynamic' is not supported in a context of {context_length}: beyond "
+            f"{scaling.original_context} tokens every further token changes the angles of all keys in the cache; "
+            "'ntk' and 'yarn' reach as far with one table"
+        )
     if isinstance(scaling, LongRope) and not scaling.short_factors:
         lists = (_divisors(tensor(name), rope.width, name) for name in LONGROPE_TENSORS)
         rope = replace(rope, scaling=scaling.with_factors(*(values.tolist() for values in lists)))
@@ -113,10 +129,6 @@ def rope_table(rope: RopeConfig, tensor: Callable[[str], ArrayLike]) -> RopeTabl
         attention_scale=scaling.attention_scale if scaling else 1.0,
         switch=switch,
     )
-
-
-DIVISORS_TENSOR = "rope_freqs.weight"
-LONGROPE_TENSORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def inverse_frequencies(

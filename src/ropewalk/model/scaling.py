@@ -29,6 +29,8 @@ from ropewalk.errors import CheckpointError, InvalidParameterError, UnsupportedM
 
 Float64Array = NDArray[np.float64]
 
+DIVISORS_TENSOR = "rope_freqs.weight"
+LONGROPE_TENSORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 LARGEST = 1e6
 """No factor or divisor of a real checkpoint comes near it."""
 
