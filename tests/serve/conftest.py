@@ -48,7 +48,8 @@ class Running:
             picture = self.engine.statistics()
             taken = sum(served.taken for served in self.endpoints.models.served.values())
             if (picture.running, picture.waiting, picture.pages_used, taken) == (0, 0, 0, 0):
-                self.llm.driver.engine.check()
+                with self.llm.driver.lock:
+                    self.llm.driver.engine.check()
                 return True
             time.sleep(0.01)
         return False
