@@ -5,7 +5,7 @@
 Without the cache, each new token needs the keys and values of the whole sequence again, so n tokens cost
 n (n + 1) / 2 token passes beside n with it. The two runs must give the same tokens; the command fails if they
 do not. Prints a Markdown table: time of the n-th token (mean of the 8 up to it) and of all n tokens, both
-ways. Each token's time is the median of the repeats, which take turns.
+ways. Each token's time is the median of the repeats, which take turns. `ropewalk figure loop` draws the same.
 """
 
 from __future__ import annotations
@@ -13,48 +13,10 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 
-from ropewalk import LLM, SamplingParams
+from ropewalk.figures.loop import measure
 from ropewalk.kernels.team import available_threads
-
-
-def timed(llm: LLM, prompt: list[int], n_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens, and the seconds that each took."""
-    tokens, times = [], []
-    last = time.perf_counter()
-    for chunk in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)):
-        now = time.perf_counter()
-        tokens.append(chunk.token_id)
-        times.append(now - last)
-        last = now
-    return tokens, times
-
-
-def both(model: str, n_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Median seconds of each token with a cache and without; ends the program if the tokens differ."""
-    rounds: tuple[list[list[float]], list[list[float]]] = ([], [])
-    with ExitStack() as stack:
-        llms = [
-            stack.enter_context(LLM(model, context_length=n_tokens + 1, max_batch=1, kv_cache=kv_cache))
-            for kv_cache in (True, False)
-        ]
-        prompt = llms[0].encode("Once")[-1:]
-        for llm in llms:
-            timed(llm, prompt, 8)  # compile, warm up
-        for _ in range(repeats):
-            runs = [timed(llm, prompt, n_tokens) for llm in llms]
-            if runs[0][0] != runs[1][0]:
-                sys.exit(f"the two runs differ: {runs[0][0]} and {runs[1][0]}")
-            for times, run in zip(rounds, runs, strict=True):
-                times.append(run[1])
-    with_cache, without = (
-        [statistics.median(token) for token in zip(*times, strict=True)] for times in rounds
-    )
-    return with_cache, without
 
 
 def main() -> None:
@@ -65,7 +27,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
 
-    cached, recomputed = both(options.model, options.tokens, options.repeats)
+    loop = measure(options.model, options.tokens, options.repeats)
+    cached, recomputed = loop.with_cache, loop.without
     print(f"{Path(options.model).name}, {available_threads()} threads, {platform.machine()}.")
     print("Both ways gave the same tokens.\n")
     print("| n | n-th token, cache | n-th token, none | n tokens, cache | n tokens, none | passes | times |")
