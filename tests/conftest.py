@@ -46,7 +46,8 @@ def smollm2(model_path) -> Path:
     return model_path("smollm2-135m")
 
 
-FAMILY_FIXTURES = sorted((Path(__file__).parent / "data" / "families").glob("*.npz"))
+FAMILY_FOLDER = Path(__file__).parent / "data" / "families"
+FAMILY_FIXTURES = sorted(FAMILY_FOLDER.glob("*.npz"))
 """One for each family, made by `tools/fixtures/families.py`."""
 
 
@@ -76,4 +77,5 @@ def _weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.fixture(params=FAMILY_FIXTURES, ids=lambda path: path.stem)
 def family_model(request) -> TinyModel:
     """The tiny model of each family in turn."""
-    return TinyModel(request.param)
+    path = request.param if isinstance(request.param, Path) else FAMILY_FOLDER / f"{request.param}.npz"
+    return TinyModel(path)

@@ -1,32 +1,37 @@
 """Every family's tiny model on the CPU backend: close to the reference, and the same bits in prefill and decode."""
 
-from types import SimpleNamespace
-
 import gguf
 import numpy as np
 import pytest
 
-from ropewalk.backend.base import StepBatch
+from ropewalk.backend.base import StepBatch, StepRecord
 from ropewalk.backend.cpu import CpuBackend
+from ropewalk.checkpoint.header import TensorInfo
 from ropewalk.checkpoint.quants import FORMATS, dequantize
+from ropewalk.kernels.formats import PACKED
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
-class Quantized:
-    """A tiny model as a file would hold it: matrices as Q8_0, the router and everything with one axis as float32."""
+class Stored:
+    """A tiny model as a file would hold it: matrices in one format, the router and what has one axis as float32."""
 
-    def __init__(self, model):
+    def __init__(self, model, form):
         self.metadata = model.metadata
         self.tensors, self._raw = {}, {}
         for name, values in model.tensors.items():
-            is_float = values.ndim == 1 or "norm" in name or "gate_inp" in name or name.endswith("bias")
-            form = FORMATS["F32" if is_float else "Q8_0"]
+            is_float = (
+                form == "F32"
+                or values.ndim == 1
+                or "norm" in name
+                or "gate_inp" in name
+                or name.endswith("bias")
+            )
             raw = values if is_float else gguf.quants.quantize(values, Q8_0)
             self._raw[name] = np.ascontiguousarray(raw).view(np.uint8).reshape(*values.shape[:-1], -1)
-            self.tensors[name] = SimpleNamespace(name=name, shape=values.shape, format=form)
+            self.tensors[name] = TensorInfo(name, values.shape, FORMATS["F32" if is_float else form], 0, 0)
 
     paths = ()
 
@@ -40,12 +45,12 @@ class Quantized:
         pass
 
 
-def run(backend, cache, tokens, start):
+def run(backend, cache, tokens, start, record=None):
     n = len(tokens)
     every = np.arange(n, dtype=np.int32)
     table = np.arange(cache.n_pages, dtype=np.int32)[None]
     batch = StepBatch(tokens.astype(np.int32), every + np.int32(start), np.zeros(n, np.int32), table, every)
-    return backend.forward(batch, cache).copy()
+    return backend.forward(batch, cache, record).copy()
 
 
 def divergence(expected, logits):
@@ -57,25 +62,75 @@ def divergence(expected, logits):
 
 
 @pytest.fixture
-def quantized(family_model):
-    return Quantized(family_model)
+def start():
+    """A function from a model to its backend, closed in the end."""
+    backends = []
+
+    def open_backend(model):
+        config = ModelConfig.from_gguf(model.metadata, model.tensors)
+        backends.append(CpuBackend(model, config, n_threads=2))
+        return backends[-1]
+
+    yield open_backend
+    for backend in backends:
+        backend.close()
 
 
-@pytest.fixture
-def backend(quantized):
-    config = ModelConfig.from_gguf(quantized.metadata, quantized.tensors)
-    backend = CpuBackend(quantized, config, n_threads=2)
-    yield backend
-    backend.close()
+def test_float_weights_give_the_logits_of_the_reference(family_model, start):
+    """Only the cache rounds, to float16: no part of a family is missing, and the same experts are chosen."""
+    model = Stored(family_model, "F32")
+    backend = start(model)
+    logits = run(backend, backend.new_cache(3), family_model.ids, 0)
+    expected = Reference(backend.config, model).logits(family_model.ids)
+    assert (logits - expected).std() < 2e-3 * expected.std()
 
 
-def test_close_to_the_reference_and_the_same_bits_one_by_one(family_model, quantized, backend):
-    """40 tokens cross every window. Left out, no part of a family is as small as what quantized activations cost."""
-    expected = Reference(backend.config, quantized).logits(family_model.ids)
+def test_quantized_weights_are_close_and_give_the_same_bits_one_by_one(family_model, start):
+    """40 tokens cross every window. A choice between two experts that are nearly equal may fall the other way."""
+    model = Stored(family_model, "Q8_0")
+    backend = start(model)
     prefill = run(backend, backend.new_cache(3), family_model.ids, 0)
-    assert (prefill - expected).std() < 0.04 * expected.std()
-    assert divergence(expected, prefill) < 1e-2
+    expected = Reference(backend.config, model).logits(family_model.ids)
+    errors = (prefill - expected).std(axis=1) / expected.std()
+    assert np.median(errors) < (0.1 if backend.config.experts else 0.04)
+    assert divergence(expected, prefill) < (0.1 if backend.config.experts else 0.01)
     cache = backend.new_cache(3)
     parts = [run(backend, cache, family_model.ids[:17], 0)]
     parts += [run(backend, cache, family_model.ids[i : i + 1], i) for i in range(17, len(family_model.ids))]
     assert np.array_equal(np.concatenate(parts), prefill)
+
+
+MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss")
+
+
+@pytest.mark.parametrize("family_model", MIXTURES, indirect=True)
+def test_decode_reads_the_chosen_experts_only(family_model, start):
+    """One token goes through 2 of 6 experts in each layer; the account counts their bytes, and in prefill each once."""
+    backend = start(Stored(family_model, "Q8_0"))
+    cache, config = backend.new_cache(3), backend.config
+    one, many = StepRecord(), StepRecord()
+    run(backend, cache, family_model.ids[:1], 0, one)
+    assert backend._experts.active.tolist() == [2] * config.n_layers
+    run(backend, cache, family_model.ids[1:], 1, many)
+    used = backend._experts.active
+    assert 2 < used.max() <= 6
+    hidden, width, panel = config.hidden_size, config.experts.ffn_size, PACKED["Q8_0"].panel_bytes
+    expert_bytes = 2 * width // 16 * panel(hidden) + hidden // 16 * panel(width)
+    if "ffn_down_exps" in config.biases:
+        expert_bytes += 4 * (2 * width + hidden)
+    read = many.weight_bytes["gate_up"] + many.weight_bytes["down"]
+    read -= one.weight_bytes["gate_up"] + one.weight_bytes["down"]
+    assert read == (used.sum() - 2 * config.n_layers) * expert_bytes
+
+
+@pytest.mark.parametrize("family_model", MIXTURES, indirect=True)
+def test_neighbours_in_a_batch_change_no_bit_of_a_mixture(family_model, start):
+    """Tokens of many sequences fall unevenly on the experts: some get one, some more than a tile."""
+    backend = start(Stored(family_model, "Q8_0"))
+    tokens = family_model.ids.astype(np.int32)
+    n = len(tokens)
+    every, tables = np.arange(n, dtype=np.int32), np.arange(n, dtype=np.int32)[:, None]
+    batch = StepBatch(tokens, np.zeros(n, np.int32), every, tables, every)
+    together = backend.forward(batch, backend.new_cache(n)).copy()
+    alone = [run(backend, backend.new_cache(1), tokens[i : i + 1], 0) for i in range(n)]
+    assert np.array_equal(together, np.concatenate(alone))

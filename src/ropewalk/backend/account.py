@@ -1,7 +1,8 @@
 """The account of a step: how many bytes of weights and of KV cache it has to read and write.
 
 Exact, from the packed tables and the batch: every packed matrix and vector once for each pass through the layers,
-the output matrix only where logits are wanted, and of the embedding the rows of the tokens. Of the KV cache, in each
+the output matrix only where logits are wanted, of the experts those that some token goes through, and of the embedding
+the rows of the tokens. Of the KV cache, in each
 layer, the keys and values (with their scales) of the positions that a pass looks at, once for each sequence: the
 window of the first token up to the last token. Not counted: activations, tables of angles and page tables, which stay
 in the caches.
@@ -16,7 +17,22 @@ from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE, StepRecord
 from ropewalk.backend.weights import PackedWeights
-from ropewalk.kernels.tables import DOWN, GATE, MATRICES_PER_LAYER, OUT, UP, K, Matrix, Q, V
+from ropewalk.kernels.tables import (
+    DOWN,
+    DOWN_EXPS,
+    EXPERT_MATRICES_PER_LAYER,
+    GATE,
+    GATE_EXPS,
+    MATRICES_PER_LAYER,
+    OUT,
+    ROUTER,
+    UP,
+    UP_EXPS,
+    K,
+    Matrix,
+    Q,
+    V,
+)
 from ropewalk.model.config import ModelConfig
 
 PART_MATRICES = {"qkv": (Q, K, V), "out": (OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
@@ -35,17 +51,38 @@ class Account:
 
     def __init__(self, weights: PackedWeights, config: ModelConfig, embedding_row_bytes: int) -> None:
         sizes = weights.matrices[:, Matrix.N_PANELS] * weights.matrices[:, Matrix.PANEL_BYTES]
-        layers = sizes[: MATRICES_PER_LAYER * config.n_layers].reshape(config.n_layers, MATRICES_PER_LAYER)
+        output = MATRICES_PER_LAYER * config.n_layers
+        layers = sizes[:output].reshape(config.n_layers, MATRICES_PER_LAYER)
         self._layer_bytes = {part: int(layers[:, list(which)].sum()) for part, which in PART_MATRICES.items()}
         self._layer_bytes["norm"] = sum(v.nbytes for v in weights.vectors.values())
-        self._output_bytes = int(sizes[MATRICES_PER_LAYER * config.n_layers :].sum())
+        self._output_bytes = int(sizes[output])
+        self._experts = sizes[output + 1 :].reshape(
+            -1, EXPERT_MATRICES_PER_LAYER
+        )  # of one expert, or of a router
+        if len(self._experts):
+            self._layer_bytes["route"] = int(self._experts[:, ROUTER].sum())
+        self._expert_biases = np.zeros(config.n_layers, np.int64)
+        for name, vector in weights.vectors.items():
+            if name.endswith("_exps.bias"):
+                self._expert_biases[int(name.split(".")[1])] += vector.nbytes // len(vector)
+                self._layer_bytes["norm"] -= vector.nbytes
         self._embedding_row_bytes = embedding_row_bytes
         self._windows = Counter(config.layer_window)
 
-    def weight_bytes(self, n_tokens: int, n_logits: int) -> dict[str, int]:
-        """Bytes of weights that one pass of `n_tokens` tokens reads, by part."""
+    def weight_bytes(
+        self, n_tokens: int, n_logits: int, n_experts: NDArray[np.int32] | None = None
+    ) -> dict[str, int]:
+        """Bytes of weights that one pass of `n_tokens` tokens reads, by part.
+
+        `n_experts` [n_layers] is how many experts each layer used, where there are any.
+        """
         output = {"output": self._output_bytes} if n_logits else {}
-        return {**self._layer_bytes, **output, "embedding": n_tokens * self._embedding_row_bytes}
+        read = {**self._layer_bytes, **output, "embedding": n_tokens * self._embedding_row_bytes}
+        if n_experts is not None:
+            gate_up = self._experts[:, [GATE_EXPS, UP_EXPS]].sum(axis=1) + self._expert_biases
+            read["gate_up"] += int((n_experts * gate_up).sum())
+            read["down"] += int((n_experts * self._experts[:, DOWN_EXPS]).sum())
+        return read
 
     def cached_positions(self, positions: NDArray[np.int32], sequences: NDArray[np.int32]) -> int:
         """Positions whose keys and values one pass reads, added up over sequences and layers."""
@@ -65,9 +102,10 @@ class Account:
         sequences: NDArray[np.int32],
         n_logits: int,
         page_bytes: int,
+        n_experts: NDArray[np.int32] | None = None,
     ) -> None:
         """Add one pass to a record; `page_bytes` are those of a page of the cache over all layers."""
-        for part, n_bytes in self.weight_bytes(len(positions), n_logits).items():
+        for part, n_bytes in self.weight_bytes(len(positions), n_logits, n_experts).items():
             record.weight_bytes[part] = record.weight_bytes.get(part, 0) + n_bytes
         layer_token_bytes = page_bytes // (PAGE_SIZE * self._windows.total())
         record.cache_read_bytes += self.cached_positions(positions, sequences) * layer_token_bytes

@@ -14,12 +14,13 @@ from multiprocessing import get_context
 from typing import Any
 
 from ropewalk.backend.weights import matrices_of
-from ropewalk.checkpoint.gguf import GGUF
+from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes, tile_tokens
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.matmul import matmul_worker, tiles
+from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pack import compile_packer
 from ropewalk.kernels.team import compile_words
 from ropewalk.model.config import ModelConfig
@@ -37,7 +38,7 @@ class Part:
         self.function(*self.arguments)
 
 
-def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
+def parts_of_model(checkpoint: Checkpoint, config: ModelConfig) -> list[Part]:
     """What packing and running this model takes, attention aside.
 
     Raises
@@ -49,7 +50,8 @@ def parts_of_model(checkpoint: GGUF, config: ModelConfig) -> list[Part]:
         (info.format.name, info.format.block_bytes, source.fine)
         for info, source in filter(None, matrices_of(checkpoint, config))
     )
-    return [_FORWARD, *(_format_part(*use) for use in uses)]
+    experts = [_EXPERTS] if config.experts else []
+    return [_FORWARD, *experts, *(_format_part(*use) for use in uses)]
 
 
 def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
@@ -70,7 +72,7 @@ def all_parts() -> list[Part]:
         for tokens in sorted({1, tile_tokens(heads)})
         for is_int8 in (False, True)
     ]
-    return [_FORWARD, *formats, *attention]
+    return [_FORWARD, _EXPERTS, *formats, *attention]
 
 
 def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
@@ -129,3 +131,4 @@ def _compile_forward() -> None:
 
 
 _FORWARD = Part("the forward pass", _compile_forward)
+_EXPERTS = Part("mixtures of experts", expert_worker)

@@ -20,11 +20,12 @@ from ropewalk.backend.account import Account
 from ropewalk.backend.angles import Angles
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
+from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.numerics import numerics_hash
-from ropewalk.backend.weights import PackedWeights, pack_model
+from ropewalk.backend.weights import PackedWeights, ffn_width, pack_model
+from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.fingerprint import fingerprint, stamp
-from ropewalk.checkpoint.gguf import GGUF
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
 from ropewalk.kernels.attend import SPAN_TILES
@@ -42,6 +43,7 @@ from ropewalk.kernels.attention import (
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
+from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
 from ropewalk.kernels.tables import Job
 from ropewalk.kernels.team import Team, available_threads
@@ -144,7 +146,7 @@ class CpuBackend:
 
     Parameters
     ----------
-    checkpoint : GGUF
+    checkpoint : Checkpoint
         Stays open: rows of the embedding are read from its map.
     config : ModelConfig
         Read from that checkpoint.
@@ -163,7 +165,7 @@ class CpuBackend:
 
     def __init__(
         self,
-        checkpoint: GGUF,
+        checkpoint: Checkpoint,
         config: ModelConfig,
         n_threads: int | None = None,
         progress: Progress | None = None,
@@ -200,6 +202,7 @@ class CpuBackend:
         self._lock = threading.Lock()
         self._account = Account(self.weights, config, self._embedding[:1].nbytes)
         self._log = new_log(config.n_layers)
+        self._experts = ExpertTable(config, config.experts) if config.experts else None
         self._fill_constant_fields()
         self._grow(1)
         self._angles.reach(1024)
@@ -317,8 +320,9 @@ class CpuBackend:
         if record is None:
             self._team.step()
         else:
-            self._account.note(record, positions, sequences, len(rows), cache.bytes_per_page)
             self._step_by_the_clock(record)
+            used = self._experts.active if self._experts else None
+            self._account.note(record, positions, sequences, len(rows), cache.bytes_per_page, used)
 
     def _step_by_the_clock(self, record: StepRecord) -> None:
         self._job[Job.CLOCK] = self._log.ctypes.data
@@ -345,7 +349,9 @@ class CpuBackend:
     def _fill_constant_fields(self) -> None:
         config, job = self.config, self._job
         self._pass_heads, self._rest_heads = head_passes(config.kv_group)
-        job[Job.HIDDEN], job[Job.FFN], job[Job.VOCAB] = config.hidden_size, config.ffn_size, config.vocab_size
+        job[Job.HIDDEN], job[Job.VOCAB] = config.hidden_size, config.vocab_size
+        if self._experts:
+            job[Job.MOE], job[Job.EXPERT_WORKER] = self._experts.table.ctypes.data, expert_worker()
         job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = (
             config.n_heads,
             config.n_kv_heads,
@@ -382,7 +388,8 @@ class CpuBackend:
         config = self.config
         padded = -(-n // max_tile()) * max_tile()
         q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        widest = max(config.hidden_size, q_width, config.ffn_size)
+        ffn = max(ffn_width(config, layer) for layer in range(config.n_layers))
+        widest = max(config.hidden_size, q_width, ffn)
         widths = {
             Job.X: config.hidden_size,
             Job.Y: config.hidden_size,
@@ -390,8 +397,8 @@ class CpuBackend:
             Job.KEYS: kv_width,
             Job.VALUES: kv_width,
             Job.ATTENDED: q_width,
-            Job.GATE: config.ffn_size,
-            Job.UP: config.ffn_size,
+            Job.GATE: ffn,
+            Job.UP: ffn,
             Job.FLOAT_TILES: widest if self.weights.reads_floats else 0,
         }
         for field, width in widths.items():
@@ -401,6 +408,8 @@ class CpuBackend:
         self._buffers[Job.QUERY_TILES] = np.zeros((n_tiles, self._job[Job.QUERY_TILE_BYTES]), np.uint8)
         for field, buffer in self._buffers.items():
             self._job[field] = buffer.ctypes.data
+        if self._experts:
+            self._experts.grow(n)
         self._capacity = n
 
 
@@ -408,7 +417,8 @@ def _check_widths(config: ModelConfig) -> None:
     """The kernels work in groups of 32 columns and vectors of 16 floats."""
     checks = {
         "embedding_length": (config.hidden_size, 32),
-        "feed_forward_length": (config.ffn_size, 32),
+        "feed_forward_length": (max(ffn_width(config, n) for n in range(config.n_layers)), 32),
+        "expert_feed_forward_length": (config.experts.ffn_size if config.experts else 0, 32),
         "head_count * key_length": (config.n_heads * config.head_dim, 32),
         "key_length": (config.head_dim, 16),
     }

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.checkpoint.gguf import GGUF, TensorInfo
+from ropewalk.checkpoint.base import Checkpoint, TensorInfo
+from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import FLOAT_KINDS, GROUP, PACKED, PANEL_ROWS
 from ropewalk.kernels.matmul import matmul_worker, tiles
@@ -22,7 +23,10 @@ from ropewalk.kernels.pack import packer
 from ropewalk.kernels.products import READS_BYTES, READS_FLOATS
 from ropewalk.kernels.tables import (
     DOWN,
+    DOWN_EXPS,
+    EXPERT_MATRICES_PER_LAYER,
     GATE,
+    GATE_EXPS,
     MATRICES_PER_LAYER,
     MATRIX_FIELDS,
     ONTO_Y,
@@ -30,6 +34,7 @@ from ropewalk.kernels.tables import (
     TO_X,
     TO_Y,
     UP,
+    UP_EXPS,
     K,
     Layer,
     Matrix,
@@ -84,10 +89,12 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """Where a matrix of the table is in the file: rows `start` to `stop` of a tensor.
+    """Where a matrix of the table is in the file: rows `start` to `stop` of a tensor, or of each expert's part of it.
 
     Attributes
     ----------
+    below : str, optional
+        A vector that is one more row. The matrix is packed as float32 then, whatever the file has.
     fine : bool
         Whether it reads 16-bit activations.
     """
@@ -96,6 +103,12 @@ class MatrixSource:
     start: int
     stop: int
     fine: bool = False
+    below: str | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Rows, with the one below."""
+        return self.stop - self.start + bool(self.below)
 
 
 def matrix_sources(config: ModelConfig) -> list[MatrixSource | None]:
@@ -104,7 +117,11 @@ def matrix_sources(config: ModelConfig) -> list[MatrixSource | None]:
     for layer in range(config.n_layers):
         sources += layer_sources(config, layer)
     output = "token_embd.weight" if config.tied_output else "output.weight"
-    return [*sources, MatrixSource(output, 0, config.vocab_size, fine=True)]
+    sources.append(MatrixSource(output, 0, config.vocab_size, fine=True))
+    if config.experts:
+        for layer, has_experts in enumerate(config.layer_experts):
+            sources += expert_sources(config, layer) if has_experts else [None] * EXPERT_MATRICES_PER_LAYER
+    return sources
 
 
 def layer_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None, ...]:
@@ -121,6 +138,9 @@ def layer_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None,
     else:
         rows_of = {"q": q, "k": kv, "v": kv}
         qkv = [MatrixSource(f"{block}attn_{x}.weight", 0, rows, fine=True) for x, rows in rows_of.items()]
+    attention = (*qkv, MatrixSource(block + "attn_output.weight", 0, hidden))
+    if config.layer_experts[layer]:
+        return (*attention, *shared_expert_sources(config, layer))
     up_name, down = block + "ffn_up.weight", MatrixSource(block + "ffn_down.weight", 0, hidden)
     up: MatrixSource | None = MatrixSource(up_name, 0, ffn)
     if config.fused_gate_up:
@@ -129,7 +149,27 @@ def layer_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None,
         gate = MatrixSource(block + "ffn_gate.weight", 0, ffn)
     else:
         gate, up = MatrixSource(up_name, 0, ffn), None
-    return (*qkv, MatrixSource(block + "attn_output.weight", 0, hidden), gate, up, down)
+    return (*attention, gate, up, down)
+
+
+def shared_expert_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None, ...]:
+    """Gate, up and down of the expert that every token goes through; None where there is none."""
+    width = config.experts.shared_ffn_size if config.experts else 0
+    rows = {"gate": width, "up": width, "down": config.hidden_size}
+    name = f"blk.{layer}.ffn_{{}}_shexp.weight"
+    return tuple(MatrixSource(name.format(part), 0, n) if width else None for part, n in rows.items())
+
+
+def expert_sources(config: ModelConfig, layer: int) -> list[MatrixSource | None]:
+    """The router, below it the gate of the shared expert, and gate, up and down of all experts."""
+    block, experts = f"blk.{layer}.", config.experts
+    assert experts
+    shared_gate = block + "ffn_gate_inp_shexp.weight" if experts.shared_gate else ""
+    rows = {"gate": experts.ffn_size, "up": experts.ffn_size, "down": config.hidden_size}
+    return [
+        MatrixSource(block + "ffn_gate_inp.weight", 0, experts.n_experts, below=shared_gate),
+        *(MatrixSource(f"{block}ffn_{part}_exps.weight", 0, n) for part, n in rows.items()),
+    ]
 
 
 def layer_vectors(config: ModelConfig, layer: int) -> dict[Layer, tuple[str, int]]:
@@ -154,6 +194,11 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[Layer, tuple[str, int
         Layer.GATE_BIAS: ("ffn_gate.bias", 0),
         Layer.UP_BIAS: ("ffn_up.bias", 0),
         Layer.DOWN_BIAS: ("ffn_down.bias", 0),
+        Layer.ROUTER_BIAS: ("ffn_gate_inp.bias", 0),
+        Layer.CHOICE_BIAS: ("exp_probs_b.bias", 0),
+        Layer.EXPERT_GATE_BIAS: ("ffn_gate_exps.bias", 0),
+        Layer.EXPERT_UP_BIAS: ("ffn_up_exps.bias", 0),
+        Layer.EXPERT_DOWN_BIAS: ("ffn_down_exps.bias", 0),
     }
     if config.fused_qkv:
         stems |= {field: ("attn_qkv.bias", at) for field, at in zip(QKV_BIASES, (0, q, q + kv), strict=True)}
@@ -167,7 +212,7 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[Layer, tuple[str, int
     return {field: (f"blk.{layer}.{name}", start) for field, (name, start) in stems.items()}
 
 
-def matrices_of(checkpoint: GGUF, config: ModelConfig) -> list[tuple[TensorInfo, MatrixSource] | None]:
+def matrices_of(checkpoint: Checkpoint, config: ModelConfig) -> list[tuple[TensorInfo, MatrixSource] | None]:
     """Every matrix in table order, as the file describes it; None where a layer does without.
 
     Raises
@@ -177,21 +222,24 @@ def matrices_of(checkpoint: GGUF, config: ModelConfig) -> list[tuple[TensorInfo,
     """
     if config.qk_norm == "row" and config.qkv_bias:
         raise UnsupportedModelError("biases of q, k and v before a norm over all heads are not implemented")
-    if config.experts:
-        raise UnsupportedModelError(
-            f"architecture {config.architecture} has experts, which the CPU kernels do not have yet"
-        )
-    found = [(checkpoint.tensors[s.name], s) if s else None for s in matrix_sources(config)]
-    for info, _ in filter(None, found):
+    found: list[tuple[TensorInfo, MatrixSource] | None] = []
+    for source in matrix_sources(config):
+        if source is None:
+            found.append(None)
+            continue
+        info = checkpoint.tensors[source.name]
+        if source.below is not None:
+            info = replace(info, format=FORMATS["F32"])
         if info.format.name not in PACKED:
             raise UnsupportedModelError(
                 f"tensor {info.name} has type {info.format.name}; the CPU kernels multiply {', '.join(PACKED)}"
             )
+        found.append((info, source))
     return found
 
 
 def pack_model(
-    checkpoint: GGUF,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     n_threads: int,
     progress: Callable[[str, float], None] | None = None,
@@ -199,7 +247,7 @@ def pack_model(
     """Pack every matrix of a model; raises as `matrices_of` does."""
     found = matrices_of(checkpoint, config)
     report = progress or (lambda what, share: None)
-    sizes = [_panels(m[1]) * PACKED[m[0].format.name].panel_bytes(m[0].shape[-1]) if m else 0 for m in found]
+    sizes = [_packed_bytes(*matrix) if matrix else 0 for matrix in found]
     arena = np.empty(sum(sizes) + 64, np.uint8)
     start = -arena.ctypes.data % 64
     matrices = np.zeros((len(found), MATRIX_FIELDS), np.int64)
@@ -208,7 +256,8 @@ def pack_model(
         for row, matrix, size in zip(matrices, found, sizes, strict=True):
             if matrix is None:
                 continue
-            region = arena[start + done : start + done + size].reshape(_panels(matrix[1]), -1)
+            n_panels = _n_experts(matrix[0]) * _panels(matrix[1])
+            region = arena[start + done : start + done + size].reshape(n_panels, -1)
             _pack_matrix(checkpoint, *matrix, region, pool)
             _fill_row(row, *matrix, region)
             done += size
@@ -216,30 +265,53 @@ def pack_model(
     vectors = _read_vectors(checkpoint, config)
     layers = _layer_table(config, vectors, matrices)
     checkpoint.release()
-    return PackedWeights(arena, vectors, layers, matrices, _reads(matrices[-1:]))
+    output = matrices[MATRICES_PER_LAYER * config.n_layers]
+    return PackedWeights(arena, vectors, layers, matrices, _reads(output[None]))
 
 
 def _panels(source: MatrixSource) -> int:
-    return -(-(source.stop - source.start) // PANEL_ROWS)
+    """Panels of a matrix, or of one expert's."""
+    return -(-source.n_rows // PANEL_ROWS)
+
+
+def _n_experts(info: TensorInfo) -> int:
+    return info.shape[0] if len(info.shape) == 3 else 1
+
+
+def _packed_bytes(info: TensorInfo, source: MatrixSource) -> int:
+    return _n_experts(info) * _panels(source) * PACKED[info.format.name].panel_bytes(info.shape[-1])
 
 
 def _pack_matrix(
-    checkpoint: GGUF,
+    checkpoint: Checkpoint,
     info: TensorInfo,
     source: MatrixSource,
     region: NDArray[np.uint8],
     pool: ThreadPoolExecutor,
 ) -> None:
-    raw = checkpoint.raw(info.name)[source.start : source.stop]
-    pack = packer(PACKED[info.format.name].kind, info.format.block_bytes)
+    if source.below is not None:
+        raws = [_float_rows(checkpoint, source)]
+    else:
+        raw = checkpoint.raw(info.name)
+        raws = list(raw) if raw.ndim == 3 else [raw[source.start : source.stop]]
+    pack, each = packer(PACKED[info.format.name].kind, info.format.block_bytes), _panels(source)
 
-    def run(first: int) -> None:
-        panels = region[first : first + PANELS_AT_A_TIME]
+    def run(task: tuple[int, int]) -> None:
+        expert, first = task
+        panels = region[expert * each + first : expert * each + min(first + PANELS_AT_A_TIME, each)]
         panels[:] = 0
-        pack(raw, panels, first)
+        pack(raws[expert], panels, first)
 
-    list(pool.map(run, range(0, len(region), PANELS_AT_A_TIME)))
+    list(pool.map(run, product(range(len(raws)), range(0, each, PANELS_AT_A_TIME))))
     checkpoint.release()
+
+
+def _float_rows(checkpoint: Checkpoint, source: MatrixSource) -> NDArray[np.uint8]:
+    """The rows of a matrix and of the vector below it, as the bytes of float32."""
+    rows = checkpoint.tensor(source.name)[source.start : source.stop]
+    if source.below:
+        rows = np.concatenate([rows, checkpoint.tensor(source.below)[None]])
+    return np.ascontiguousarray(rows, np.float32).view(np.uint8)
 
 
 def _fill_row(
@@ -247,7 +319,7 @@ def _fill_row(
 ) -> None:
     kind = PACKED[info.format.name].kind
     row[Matrix.PANELS] = region.ctypes.data
-    row[Matrix.N_PANELS], row[Matrix.PANEL_BYTES] = region.shape
+    row[Matrix.N_PANELS], row[Matrix.PANEL_BYTES] = _panels(source), region.shape[1]
     row[Matrix.N_GROUPS] = info.shape[-1] // GROUP
     row[Matrix.IS_FLOAT] = kind in FLOAT_KINDS
     row[Matrix.FINE] = source.fine
@@ -255,7 +327,7 @@ def _fill_row(
         row[Matrix.WORKERS + i] = matmul_worker(kind, tile, int(source.fine))
 
 
-def _read_vectors(checkpoint: GGUF, config: ModelConfig) -> dict[str, NDArray[np.float32]]:
+def _read_vectors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, NDArray[np.float32]]:
     """Norms, biases and sinks, float32, whatever type the file stores them in; the output's bias in whole panels."""
     names = ["output_norm.weight", "output_norm.bias", "output.bias"]
     for layer in range(config.n_layers):
@@ -280,11 +352,24 @@ def _layer_table(
             vector = vectors.get(name)
             row[field] = 0 if vector is None else vector.ctypes.data + 4 * start
         row[Layer.WINDOW] = config.layer_window[layer]
+        row[Layer.FFN], row[Layer.HAS_EXPERTS] = ffn_width(config, layer), config.layer_experts[layer]
         row[Layer.ATTN_END], row[Layer.FFN_END] = _ends(config, row)
         of_layer = matrices[MATRICES_PER_LAYER * layer :]
         for field, which in INPUTS.items():
             row[field] = _reads(of_layer[list(which)])
+        if row[Layer.HAS_EXPERTS]:
+            own = matrices[MATRICES_PER_LAYER * config.n_layers + 1 + EXPERT_MATRICES_PER_LAYER * layer :]
+            row[Layer.FFN_INPUT] |= READS_FLOATS  # the router
+            row[Layer.EXPERT_INPUT] = _reads(own[[GATE_EXPS, UP_EXPS]])
+            row[Layer.EXPERT_DOWN_INPUT] = _reads(own[[DOWN_EXPS]])
     return layers
+
+
+def ffn_width(config: ModelConfig, layer: int) -> int:
+    """Width of a layer's feed-forward network, or of its shared expert."""
+    if config.experts and config.layer_experts[layer]:
+        return config.experts.shared_ffn_size
+    return config.ffn_size
 
 
 def _ends(config: ModelConfig, row: NDArray[np.int64]) -> tuple[int, int]:
@@ -292,7 +377,8 @@ def _ends(config: ModelConfig, row: NDArray[np.int64]) -> tuple[int, int]:
     if config.parallel:
         return TO_Y, ONTO_Y
     more = config.post_norms or config.residual_scale != 1
-    return (TO_Y if more or row[Layer.OUT_BIAS] else TO_X), (TO_Y if more or row[Layer.DOWN_BIAS] else TO_X)
+    attention = TO_Y if more or row[Layer.OUT_BIAS] else TO_X
+    return attention, TO_Y if more or row[Layer.DOWN_BIAS] or row[Layer.HAS_EXPERTS] else TO_X
 
 
 def _reads(rows: NDArray[np.int64]) -> int:

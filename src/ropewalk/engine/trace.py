@@ -27,6 +27,7 @@ GROUPS = {
     "rotate": "pointwise",
     "norm": "pointwise",
     "pointwise": "pointwise",
+    "route": "pointwise",
     "wait": "wait",
     "sampling": "sampling",
     "schedule": "overhead",
@@ -37,7 +38,8 @@ GROUPS = {
 """The parts of a step, and what each belongs to.
 
 matmul: products with weights (`qkv`, `out`, `gate_up`, `down`, `output`). attention: `attend`. pointwise: norms,
-rotation and writing to the cache (`rotate`), activations and rounding for the next product (`pointwise`). wait: at
+rotation and writing to the cache (`rotate`), activations and rounding for the next product (`pointwise`), the choice of
+experts (`route`). wait: at
 barriers, for other threads. sampling: the draw. overhead: Python around it: `schedule` (who runs, page tables),
 `prepare` (embedding rows, tables for the kernels), `finish`. trace: the making of the trace itself.
 """

@@ -22,7 +22,7 @@ from ropewalk.kernels.sync import barrier
 from ropewalk.kernels.tables import Job
 
 # A new part gets the next number, and its name the same place in PARTS.
-START, WAIT, NORM, QKV, ROTATE, ATTEND, POINTWISE, OUT, GATE_UP, DOWN, OUTPUT = range(11)
+START, WAIT, NORM, QKV, ROTATE, ATTEND, POINTWISE, OUT, GATE_UP, DOWN, OUTPUT, ROUTE = range(12)
 PARTS = (
     "start",
     "wait",
@@ -35,6 +35,7 @@ PARTS = (
     "gate_up",
     "down",
     "output",
+    "route",
 )
 HEADER, ENTRY = 2, 3
 

@@ -19,10 +19,11 @@ from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
 from ropewalk.kernels.products import activated_to_tiles, attended_to_tiles, destinations, normalise, product
-from ropewalk.kernels.simd import load_f32, load_floats, load_i32, store_floats
+from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, store_floats
 from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, atomic_swap, take, wait_while
 from ropewalk.kernels.tables import (
     DOWN,
+    EXPERT_MATRICES_PER_LAYER,
     GATE,
     MATRICES_PER_LAYER,
     ONTO_Y,
@@ -68,7 +69,7 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
 @inline
 def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     """The second half of a layer; its input is in the tiles, its output is added to X or left in Y."""
-    n_tokens, stride = job[Job.N_TOKENS], 4 * job[Job.FFN]
+    n_tokens, stride = job[Job.N_TOKENS], 4 * layer[Layer.FFN]
     base = MATRICES_PER_LAYER * number
     product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
     product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
@@ -76,6 +77,26 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     activated_to_tiles(n_threads, words, job, layer)
     meet(tid, words, n_threads, job, clock.POINTWISE)
     _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.FFN_END], clock.DOWN)
+
+
+@inline
+def _experts_block(tid, n_threads, words, job, layer, matrices, n_layers, number):
+    """The second half of a layer that has experts; its input is in the tiles, its output is left in Y."""
+    own = MATRICES_PER_LAYER * n_layers + 1 + EXPERT_MATRICES_PER_LAYER * number
+    call(
+        job[Job.EXPERT_WORKER],
+        (
+            tid,
+            n_threads,
+            words.ctypes.data,
+            job.ctypes.data,
+            layer.ctypes.data,
+            matrices[MATRICES_PER_LAYER * number + GATE].ctypes.data,
+            matrices[own].ctypes.data,
+            matrices.shape[1],
+            number,
+        ),
+    )
 
 
 @inline
@@ -139,7 +160,10 @@ def forward(tid, n_threads, words, job, layers, matrices):
         norm = (layer[Layer.FFN_NORM], layer[Layer.FFN_NORM_BIAS], job[Job.LAYER_NORM])
         normalise(n_threads, words, job, before, norm, layer[Layer.FFN_INPUT], False)
         meet(tid, words, n_threads, job, clock.NORM)
-        _feed_forward_block(tid, n_threads, words, job, layer, matrices, number)
+        if layer[Layer.HAS_EXPERTS] != 0:
+            _experts_block(tid, n_threads, words, job, layer, matrices, n_layers, number)
+        else:
+            _feed_forward_block(tid, n_threads, words, job, layer, matrices, number)
         before = (0, 0, 0)
         if layer[Layer.FFN_END] != TO_X:
             before = (1, layer[Layer.DOWN_BIAS], layer[Layer.POST_FFN_NORM])

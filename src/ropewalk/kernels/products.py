@@ -24,7 +24,7 @@ PREFILL_PANELS = 4  # taken at a time by many tokens: their weights and a tile o
 
 
 @inline
-def _tile_size(n_rest, max_tile):
+def tile_size(n_rest, max_tile):
     """The smallest tile (a power of two) for the tokens that are left, up to the largest."""
     size = 1
     while size < n_rest and size < max_tile:
@@ -33,7 +33,7 @@ def _tile_size(n_rest, max_tile):
 
 
 @inline
-def _log2(tile):
+def log2(tile):
     power = 0
     while (1 << power) < tile:
         power += 1
@@ -44,7 +44,7 @@ def _log2(tile):
 def _tile_address(base, token, n_tokens, max_tile, token_bytes):
     """Where a token's tile starts, the tile's size, and the token's place in it."""
     first = token // max_tile * max_tile
-    return base + first * token_bytes, _tile_size(n_tokens - first, max_tile), token - first
+    return base + first * token_bytes, tile_size(n_tokens - first, max_tile), token - first
 
 
 @inline
@@ -79,10 +79,10 @@ def product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
         count = min(chunk, n_panels - first)
         panels = matrix[Matrix.PANELS] + first * panel_bytes
         for token in range(0, n_tokens, max_tile):
-            tile = _tile_size(n_tokens - token, max_tile)
+            tile = tile_size(n_tokens - token, max_tile)
             out = y + token * y_stride + first * 64
             call(
-                matrix[Matrix.WORKERS + _log2(tile)],
+                matrix[Matrix.WORKERS + log2(tile)],
                 (
                     panels,
                     count,
@@ -143,7 +143,7 @@ def attended_to_tiles(n_threads, words, job, reads):
 
 
 @inline
-def _with_bias(at, bias, i):
+def with_bias(at, bias, i):
     """Sixteen floats from the i-th on, and the bias, if there is one."""
     if bias != 0:
         return load_floats(at + 4 * i) + load_floats(bias + 4 * i)
@@ -153,16 +153,16 @@ def _with_bias(at, bias, i):
 @inline
 def _activated(job, biases, at, i):
     """Sixteen activations of the token whose rows of GATE and UP begin `at` bytes into them."""
-    gate = _with_bias(job[Job.GATE] + at, biases[0], i)
+    gate = with_bias(job[Job.GATE] + at, biases[0], i)
     if job[Job.IS_GATED]:
-        return activate(gate, _with_bias(job[Job.UP] + at, biases[1], i), job[Job.ACTIVATION])
+        return activate(gate, with_bias(job[Job.UP] + at, biases[1], i), job[Job.ACTIVATION])
     return activate(gate, splat(ONE), job[Job.ACTIVATION])
 
 
 @inline
 def activated_to_tiles(n_threads, words, job, layer):
     """activation(gate) * up, into tiles."""
-    n_tokens, width, reads = job[Job.N_TOKENS], job[Job.FFN], layer[Layer.DOWN_INPUT]
+    n_tokens, width, reads = job[Job.N_TOKENS], layer[Layer.FFN], layer[Layer.DOWN_INPUT]
     biases = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS])
     groups = width // 32
     chunk = chunk_of(n_tokens * groups, n_threads)

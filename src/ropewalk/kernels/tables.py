@@ -1,9 +1,10 @@
 """The tables that the forward pass reads: which number stands in which field.
 
-Three int64 arrays carry a model and a step. `job` holds the step's sizes and the addresses of its buffers;
-`layers` has a row for each layer; `matrices` has a row for each weight matrix: seven for each layer, in the order
-of Q ... DOWN, then the output matrix. An address of 0 means that the thing does not exist. Because everything is a
-number in a table, one compilation of `kernels.forward` serves every model.
+Three int64 arrays carry a model and a step. `job` holds the step's sizes and the addresses of its buffers; `layers`
+has a row for each layer; `matrices` has a row for each weight matrix: seven for each layer, in the order of Q ...
+DOWN, then the output matrix; where there are experts, then four for each layer, ROUTER ... DOWN_EXPS, whose N_PANELS
+counts those of one expert; the panels of all experts follow each other. An address of 0 means that the thing does not
+exist. Because everything is a number in a table, one compilation of `kernels.forward` serves every model.
 """
 
 from enum import IntEnum
@@ -18,7 +19,7 @@ class Job(IntEnum):
     N_HEADS = 3
     N_KV_HEADS = 4
     HEAD_DIM = 5
-    FFN = 6
+    MOE = 6  # address of the table of `Moe`; 0: no layer has experts
     MAX_TILE = 7
     ACTIVATION = 8
     ROPE_WIDTH = 9
@@ -73,7 +74,8 @@ class Job(IntEnum):
     HEAD_NORM_STRIDE = 55  # bytes between the norm weights of two heads of q or k; 0: the same for all
     OUTPUT_NORM_BIAS = 56
     OUTPUT_BIAS = 57  # address of float32 [logit_stride / 4]
-    ANGLE_ROWS = 58  # address of int32 [n_tokens]: rows of COS and SIN
+    EXPERT_WORKER = 58  # address of `kernels.moe.expert_worker`
+    ANGLE_ROWS = 59  # address of int32 [n_tokens]: rows of COS and SIN
 
 
 class Layer(IntEnum):
@@ -106,9 +108,46 @@ class Layer(IntEnum):
     FFN_END = 24
     Q_ROW_NORM = 25  # norm of all heads of q as one vector
     K_ROW_NORM = 26
+    FFN = 27  # width of this layer's feed-forward network, or of its shared expert
+    HAS_EXPERTS = 28
+    EXPERT_INPUT = 29  # which tiles the experts' products read: bit 0 bytes, bit 1 floats
+    EXPERT_DOWN_INPUT = 30
+    ROUTER_BIAS = 31  # address of float32 [n_experts]
+    CHOICE_BIAS = 32  # added to the scores for the choice alone
+    EXPERT_GATE_BIAS = 33  # address of float32 [n_experts, width of an expert]
+    EXPERT_UP_BIAS = 34
+    EXPERT_DOWN_BIAS = 35  # address of float32 [n_experts, hidden]
 
 
 TO_X, TO_Y, ONTO_Y = range(3)
+
+
+class Moe(IntEnum):
+    """Fields of the table of a model's experts. A row is one of a pair of token and expert, see `kernels.moe`."""
+
+    N_EXPERTS = 0
+    N_USED = 1
+    FFN = 2  # width of an expert
+    SCORING = 3
+    NORMALISE = 4
+    HAS_SHARED_GATE = 5
+    WEIGHT_SCALE = 6  # address of one float32
+    SCORES = 7  # float32: router outputs, then what is chosen by
+    SCORES_STRIDE = 8  # bytes between tokens there
+    CHOSEN = 9  # int32 [n_tokens, n_used], experts
+    WEIGHTS = 10  # float32 [n_tokens, n_used]
+    ROWS = 11  # int32 [n_tokens, n_used], place in the expert's group
+    SHARED_GATES = 12  # float32 [n_tokens]
+    COUNTS = 13  # int32 [n_experts], pairs
+    FIRSTS = 14  # int32 [n_experts], row of the group
+    ACTIVE = 15  # int32 [n_experts], those in use, ascending
+    N_ACTIVE = 16
+    ACTIVE_OF_LAYERS = 17  # int32 [n_layers], how many experts the step used
+    GATE = 18  # float32 [rows, width of an expert]
+    UP = 19
+    OUT = 20  # float32 [rows, hidden]
+    BYTE_TILES = 21
+    FLOAT_TILES = 22
 
 
 class Matrix(IntEnum):
@@ -126,3 +165,5 @@ class Matrix(IntEnum):
 MATRIX_FIELDS = int(Matrix.WORKERS) + 5
 MATRICES_PER_LAYER = 7
 Q, K, V, OUT, GATE, UP, DOWN = range(MATRICES_PER_LAYER)
+EXPERT_MATRICES_PER_LAYER = 4
+ROUTER, GATE_EXPS, UP_EXPS, DOWN_EXPS = range(EXPERT_MATRICES_PER_LAYER)
