@@ -329,7 +329,7 @@ class Engine:
             if not chunks:
                 return []
             if copies := self.scheduler.tables.take_copies():
-                self._copy_pages(copies)
+                self.cache.copy_pages(copies)
             if self.speculator is not None:
                 chunks = self.speculator.extend(chunks, self.scheduler.tables, self._token_budget)
             batch = self._batch(chunks)
@@ -403,11 +403,6 @@ class Engine:
     def check(self) -> None:
         """Prove that pages and queues are consistent; raises AssertionError."""
         self.scheduler.check()
-
-    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.cache.copy_pages(pairs)
-        if self.speculator is not None:
-            self.speculator.drafter.copy_pages(pairs)
 
     def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
         """Lay the chunks out one after another; one that ends its request's tokens wants logits of the last and of

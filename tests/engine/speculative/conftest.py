@@ -1,5 +1,6 @@
 """Draft models over the toy model, and drafters that guess as they are told."""
 
+import itertools
 import runpy
 from pathlib import Path
 
@@ -40,6 +41,18 @@ class Watching(Pace):
         self.right += right
 
 
+class Timed(AdaptivePace):
+    """Adapts to steps that take one unit and a tenth for each token, so that nothing depends on the machine."""
+
+    def measured(self, n_tokens, seconds):
+        super().measured(n_tokens, 1 + 0.1 * n_tokens)
+
+
+def clock():
+    """A clock that advances by a tenth whenever it is read."""
+    return (n / 10 for n in itertools.count()).__next__
+
+
 class Oracle(PromptLookup):
     """Guesses from a function of the request and the number of guesses; knows no vocabulary but the toy's."""
 
@@ -62,7 +75,7 @@ def speculator():
         elif callable(name):
             drafter = Oracle(name)
         else:
-            drafter = DraftModel(MODELS[name](), 13)
-        return Speculator(drafter, most, AdaptivePace(drafter.priors) if adaptive else Watching())
+            drafter = DraftModel(MODELS[name](), 13, clock=clock())
+        return Speculator(drafter, most, Timed(drafter.priors) if adaptive else Watching())
 
     return make

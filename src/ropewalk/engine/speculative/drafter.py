@@ -74,10 +74,6 @@ class Drafter(Protocol):
         """Forget what was computed, and allocate what is needed for the pages of a pool, unless that was done."""
         ...
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Do what `KVCache.copy_pages` does."""
-        ...
-
     def draft(self, drafts: Sequence[Draft], step: Step, pace: Pace) -> None:
         """Add guesses to drafts that have none, as many as `pace` wants of each, but at most `most`."""
         ...

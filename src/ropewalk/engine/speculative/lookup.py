@@ -36,9 +36,6 @@ class PromptLookup:
     def start(self, pool: PagePool, dtype: str) -> None:
         """Nothing to do."""
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Nothing to do."""
-
     def draft(self, drafts: Sequence[Draft], step: Step, pace: Pace) -> None:
         """Look up every draft; `pace` cuts them afterwards, since guesses cost nothing."""
         for draft in drafts:

@@ -1,8 +1,9 @@
 """A draft model: a second, smaller model of the same vocabulary guesses what the first will say.
 
 It has a KV cache of its own with as many pages as the first model's, and a request's page table serves for both: shared
-beginnings, copies on write and preemption need nothing else. What the draft model has not read yet of a request (all
-of it at first, what was drawn without drafts, what took another course than its guesses) it reads before it guesses.
+beginnings and preemption need nothing else, and a page that was copied on write is read again. What the draft model has
+not read yet of a request (all of it at first, what was drawn without drafts, what took another course than its guesses)
+it reads before it guesses.
 
 `_tokens` [n_pages, PAGE_SIZE] has the token that the draft model read for each slot, -1 for none. A position is up to
 date if that is the request's token there and all positions before it are. Two things could make it look so by chance,
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +48,21 @@ class DraftModel:
         Of the model that checks: no id outside it is guessed.
     token_budget : int
         Most tokens that are read for one step, as in `Engine`.
+    clock : callable
+        Seconds, of which its paces are made.
     """
 
     priors: Sequence[float] = (0.65, 0.25, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 
-    def __init__(self, backend: Backend, vocab_size: int, token_budget: int = 512) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        vocab_size: int,
+        token_budget: int = 512,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.backend = backend
+        self._clock = clock
         self.costs = StepCosts()
         self._vocab_size = vocab_size
         self._token_budget = token_budget
@@ -78,13 +88,6 @@ class DraftModel:
         self._tokens = np.full((pool.n_pages, PAGE_SIZE), -1, np.int32)
         self._births = np.zeros(pool.n_pages, np.int64)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages as the other cache does."""
-        self._cache.copy_pages(pairs)
-        for source, target in pairs:
-            self._tokens[target] = self._tokens[source]
-            self._births[target] = self._pool_births([target])[0]
-
     def close(self) -> None:
         """Release the draft model and its cache."""
         self._cache = None
@@ -96,9 +99,9 @@ class DraftModel:
         guessers = {d: _Guesser(d, self._vocab_size) for d in drafts if self._can_read(d)}
         going = list(guessers)
         while going := pace.continuing(going, step, self.costs, lambda d: len(behind[d])):
-            started_s = time.perf_counter()
+            started_s = self._clock()
             read = self._read(going, behind)
-            step.drafting_s += time.perf_counter() - started_s
+            step.drafting_s += self._clock() - started_s
             for draft, logits in read.items():
                 if guessers[draft].guess(logits):
                     behind[draft] = np.array(draft.tokens[-1:], np.int32)
@@ -148,9 +151,9 @@ class DraftModel:
                 parts.append((draft, start, tokens[:count], count == len(tokens)))
                 behind[draft] = tokens[count:]
                 left -= count
-        started_s = time.perf_counter()
+        started_s = self._clock()
         logits = self.backend.forward(_lay_out(parts), self._cache)
-        self.costs.record(self._token_budget - left, time.perf_counter() - started_s)
+        self.costs.record(self._token_budget - left, self._clock() - started_s)
         for draft, start, tokens, _ in parts:
             self._note(draft.request.pages, start, tokens)
         finished = [draft for draft, _, _, is_last in parts if is_last]
