@@ -89,6 +89,12 @@ class LLM:
         the text so far; anything else names a smaller draft model of the same vocabulary, as `model` does.
     draft_tokens : int, optional
         Most guesses for one request in one step, 1 to 63. Default: 15 of a lookup, 7 of a draft model.
+    rope_scaling : mapping, optional
+        Rotary scaling in place of the file's, as in a Hugging Face configuration: `{"rope_type": "yarn", "factor": 4}`.
+        The model's context becomes what the scheme reaches. `ropewalk.model.rope` has the schemes; "none" takes the
+        file's away.
+    rope_base : float, optional
+        Rotary base in place of the file's.
     progress : callable (what: str, done: int, total: int), optional
         Told about what takes long: a download, packing, compilation.
 
@@ -119,18 +125,22 @@ class LLM:
         cache_dir_size: str | float | None = None,
         draft: Draft | None = None,
         draft_tokens: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_base: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         from ropewalk.backend.cpu import CpuBackend
         from ropewalk.checkpoint.base import open_checkpoint
         from ropewalk.checkpoint.hub import resolve
         from ropewalk.model.config import ModelConfig
+        from ropewalk.model.rope_settings import override_rope
         from ropewalk.text.chat import ChatTemplate
         from ropewalk.text.tokenizer import Tokenizer
 
         with ExitStack() as resources:
             checkpoint = resources.enter_context(open_checkpoint(resolve(model, progress=progress)))
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+            config = override_rope(config, rope_scaling, rope_base)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
             template = ChatTemplate.from_metadata(checkpoint.metadata)
             if n_threads is not None:

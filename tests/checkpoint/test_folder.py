@@ -23,10 +23,7 @@ def reference(path) -> Reference:
     return Reference(ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors), checkpoint)
 
 
-UNSCALED = [f for f, made in FAMILIES.items() if "factor" not in str(made["config"].get("rope_parameters"))]
-
-
-@pytest.mark.parametrize("family", UNSCALED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(tmp_path, folders, family):
     """B1 for every family: a wrong permutation, split or transpose gives other logits."""
     path = folders.write(tmp_path / "m", folders.parts(family))

@@ -111,3 +111,23 @@ def test_a_bad_option_is_wrong_usage(parse, arguments, named):
 def test_parse_bias_refuses(text):
     with pytest.raises(InvalidParameterError, match="ID:BIAS"):
         options.parse_bias(text)
+
+
+def test_rotary_options_arrive(parse):
+    _, machine = parse(
+        *shlex.split("--rope-scaling yarn --rope-factor 4 --rope-original-context 4096 --rope-base 5e5")
+    )
+    assert machine.rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    }
+    assert machine.rope_base == 5e5
+    assert parse("--rope-scaling", "none")[1].rope_scaling == {"rope_type": "none"}
+
+
+@pytest.mark.parametrize("option", ["--rope-factor", "--rope-original-context"])
+def test_rotary_options_without_a_scheme_are_refused(parse, option):
+    status, output = parse(option, "4")
+    assert status == 2
+    assert f"{option} needs --rope-scaling" in " ".join(output.split())

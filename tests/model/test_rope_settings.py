@@ -8,7 +8,7 @@ import pytest
 from ropewalk.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from ropewalk.model.config import RopeConfig
 from ropewalk.model.reference import Reference
-from ropewalk.model.rope import Linear, Llama3, LongRope, NTKAware, YaRN
+from ropewalk.model.rope import DynamicNTK, Linear, Llama3, LongRope, NTKAware, YaRN
 from ropewalk.model.rope_settings import override_rope
 
 SHORT, LONG = np.float32([1.0, 1.1, 1.3, 2.0]), np.float32([1.0, 3.0, 9.0, 27.0])
@@ -35,6 +35,20 @@ def test_keys_of_a_file(tiny):
     assert scaling(tiny, changed).beta_fast == 16.0
     assert scaling(tiny, yarn | {"scaling.yarn_log_multiplier": 1.0}).attention_scale == 1.0
     assert scaling(tiny, yarn | {"scaling.attn_factor": 0.5}).attention_scale == 0.5 * plain.attention_scale
+
+
+def test_keys_of_a_folder_that_gguf_does_not_have(tiny):
+    yarn = scaling(tiny, {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_truncate": False})
+    assert yarn.truncate is False
+    assert scaling(tiny, {"scaling.type": "dynamic", "scaling.factor": 4.0}) == DynamicNTK(4.0, 128)
+
+
+def test_dynamic_ntk_within_its_trained_context_is_no_scaling(tiny):
+    """Configurations that state it have that context, so they can be run."""
+    plain, model = tiny("llama"), tiny("llama", {"rope.scaling.type": "dynamic", "rope.scaling.factor": 4.0})
+    np.testing.assert_array_equal(
+        Reference(model.config(), model).logits(TOKENS), Reference(plain.config(), plain).logits(TOKENS)
+    )
 
 
 def test_longrope_of_a_file_b8(tiny):
@@ -70,7 +84,7 @@ def test_layers_with_a_setting_of_their_own_are_not_scaled(tiny):
             {"scaling.type": "yarm"},
             {},
             UnsupportedModelError,
-            "type = 'yarm' is not supported; supported: none, linear",
+            "type = 'yarm' is not supported; supported: none, linear, ",
         ),
         (
             {"scaling.type": "linear"},

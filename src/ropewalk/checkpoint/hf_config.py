@@ -430,13 +430,14 @@ def _yarn(config: Config, parameters: Mapping[str, Any], sizes: Sizes, base: flo
     for ours, theirs in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if (value := _number(config, parameters, theirs, None)) is not None:
             keys[f"rope.scaling.{ours}"] = value
-    for key in ("mscale", "mscale_all_dim"):
-        if parameters.get(key):
-            raise UnsupportedModelError(
-                f"{config.label}: yarn with {key} = {show(parameters[key])} is not supported"
-            )
-    if (factor := _number(config, parameters, "attention_factor", None)) is not None:
-        keys["rope.scaling.attn_factor"] = factor
+    stretch = math.log(max(_needed(config, parameters, "factor", longest / original), 1.0))
+    usual = 1 + 0.1 * stretch  # what YaRN multiplies cosines and sines with, unless something else is stated
+    attention = _number(config, parameters, "attention_factor", None)
+    over, under = (_number(config, parameters, key, None) for key in ("mscale", "mscale_all_dim"))
+    if attention is None and over and under:
+        attention = (1 + 0.1 * over * stretch) / (1 + 0.1 * under * stretch)
+    if attention is not None:
+        keys["rope.scaling.attn_factor"] = attention / usual
     if parameters.get("truncate") is False:
         keys["rope.scaling.yarn_truncate"] = False
     return keys, {}

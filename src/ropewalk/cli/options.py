@@ -162,6 +162,17 @@ def parse_bias(text: str) -> tuple[int, float]:
         raise InvalidParameterError(f"--logit-bias {text!r}: expected ID:BIAS, for example 42:-1.5") from None
 
 
+def rope_settings(scheme: str | None, factor: float | None, original: int | None) -> dict[str, Any] | None:
+    """The rotary scaling of the options, as `LLM(rope_scaling=...)` takes it."""
+    if scheme is None:
+        for name, value in (("--rope-factor", factor), ("--rope-original-context", original)):
+            if value is not None:
+                raise InvalidParameterError(f"{name} needs --rope-scaling")
+        return None
+    values = {"rope_type": scheme, "factor": factor, "original_max_position_embeddings": original}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Machine:
     """How to run a model: threads, context in tokens, and the KV cache: type of its elements, size, sharing, disk."""
@@ -171,6 +182,8 @@ class Machine:
     cache_dtype: str
     kv_memory: str | None = None
     prefix_cache: bool = True
+    rope_scaling: dict[str, Any] | None = None
+    rope_base: float | None = None
     cache_dir: str | None = None
     cache_dir_size: str | None = None
 
@@ -209,6 +222,26 @@ def machine(
         str | None,
         typer.Option("--cache-dir-size", metavar="SIZE", help="Most of them: as --kv-memory. Default: 4GiB."),
     ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            "--rope-scaling",
+            metavar="SCHEME",
+            help="Read further: linear, ntk, yarn, llama3; none: as trained.",
+        ),
+    ] = None,
+    rope_factor: Annotated[
+        float | None, typer.Option("--rope-factor", help="How much further --rope-scaling reaches.")
+    ] = None,
+    rope_original_context: Annotated[
+        int | None,
+        typer.Option(
+            "--rope-original-context", help="Tokens that were trained on. Default: as the file says."
+        ),
+    ] = None,
+    rope_base: Annotated[
+        float | None, typer.Option("--rope-base", help="Rotary base in place of the file's.")
+    ] = None,
 ) -> Machine:
     """The options that say how to run a model."""
     if kv_memory is not None:
@@ -223,7 +256,18 @@ def machine(
         raise InvalidParameterError("--cache-dir-size needs --cache-dir")
     if cache_dir is not None and no_prefix_cache:
         raise InvalidParameterError("--cache-dir keeps what --no-prefix-cache turns off")
-    return Machine(threads, context, cache_type, kv_memory, not no_prefix_cache, cache_dir, cache_dir_size)
+    rope = rope_settings(rope_scaling, rope_factor, rope_original_context)
+    return Machine(
+        threads,
+        context,
+        cache_type,
+        kv_memory,
+        not no_prefix_cache,
+        rope,
+        rope_base,
+        cache_dir,
+        cache_dir_size,
+    )
 
 
 def model_argument() -> Any:

@@ -15,6 +15,7 @@ from ropewalk.errors import CheckpointError, InvalidParameterError, UnsupportedM
 from ropewalk.model.scaling import (
     LARGEST,
     SCHEMES,
+    DynamicNTK,
     Linear,
     LongRope,
     RopeScaling,
@@ -24,7 +25,8 @@ from ropewalk.model.scaling import (
 if TYPE_CHECKING:
     from ropewalk.model.config import ModelConfig
 
-GGUF_SCHEMES = ("none", "linear", "yarn", "longrope")
+GGUF_SCHEMES = ("none", "linear", "yarn", "longrope", "dynamic")
+"""The last is not GGUF's: it comes from folders in Hugging Face's layout, which are read as if they were GGUF."""
 MOST_POSITIONS = 2**31 - 1
 
 
@@ -34,6 +36,8 @@ class Keys(Protocol):
     prefix: str
 
     def value(self, key: str) -> object: ...
+
+    def boolean(self, key: str, default: bool) -> bool: ...
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int: ...
 
@@ -85,6 +89,8 @@ def _read(keys: Keys, context_length: int, has_lists: bool) -> RopeScaling | Non
         return _longrope(factor or context_length / original, original, stated)
     if kind == "yarn":
         return _yarn(keys, factor, original, stated)
+    if kind == "dynamic":
+        return DynamicNTK(factor, original)
     if stated not in (0, 1):
         raise UnsupportedModelError(
             f"{keys.prefix}rope.scaling.attn_factor = {stated:g} is not supported with {kind!r} scaling"
@@ -109,6 +115,7 @@ def _yarn(keys: Keys, factor: float, original: int, stated: float) -> YaRN:
         original_context=original,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, low=0.0, high=LARGEST, open_low=True),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, low=0.0, high=LARGEST, open_low=True),
+        truncate=keys.boolean("rope.scaling.yarn_truncate", True),
         mscale=1.0,
         mscale_all_dim=keys.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=LARGEST),
     )
@@ -150,6 +157,12 @@ def override_rope(
     if scaling is not None:
         trained = getattr(rope.scaling, "original_context", context_length)
         chosen = _chosen(scaling, trained)
+        if (
+            isinstance(chosen, LongRope)
+            and not chosen.short_factors
+            and not isinstance(rope.scaling, LongRope)
+        ):
+            raise InvalidParameterError("rope_scaling 'longrope' lacks 'short_factor' and 'long_factor'")
         rope = replace(rope, scaling=chosen, freq_factors=False)
         if chosen is not None:
             context_length = min(chosen.effective_context(trained), MOST_POSITIONS)
