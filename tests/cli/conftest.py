@@ -29,6 +29,8 @@ def finished(text: str, prompt: object, params) -> SimpleNamespace:
         cached_tokens=0,
         disk_tokens=0,
         generated_tokens=len(text),
+        drafted_tokens=0,
+        accepted_tokens=0,
         prefill_s=0.1,
         decode_s=0.5,
         prefill_tps=100.0,

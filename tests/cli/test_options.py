@@ -20,7 +20,7 @@ def parse():
         app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
         @app.command()
-        @options.takes(params=options.sampling, machine=options.machine)
+        @options.takes(params=options.sampling, machine=options.drafting_machine)
         def probe(*, params: SamplingParams, machine: options.Machine) -> None:
             got.append((params, machine))
 
@@ -105,6 +105,41 @@ def test_a_bad_option_is_wrong_usage(parse, arguments, named):
     status, output = parse(*arguments)
     assert status == 2
     assert named in output
+
+
+@pytest.mark.parametrize(
+    ("line", "draft", "draft_tokens"),
+    [
+        ("--draft-model small.gguf", "small.gguf", None),
+        ("--draft-model small.gguf --draft-max 3", "small.gguf", 3),
+        ("--prompt-lookup --draft-max 8", "lookup", 8),
+        ("--draft-model lookup", "./lookup", None),  # a file of that name
+    ],
+)
+def test_drafts(parse, line, draft, draft_tokens):
+    _, machine = parse(*shlex.split(line))
+    assert (machine.draft, machine.draft_tokens) == (draft, draft_tokens)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--draft-model a --prompt-lookup", "allowed: one of them"),
+        ("--draft-max 3", "--draft-max needs --draft-model or --prompt-lookup"),
+        ("--prompt-lookup --draft-max 64", "--draft-max"),
+    ],
+)
+def test_drafts_that_make_no_sense_are_wrong_usage(parse, line, named):
+    status, output = parse(*shlex.split(line))
+    assert status == 2
+    assert named in " ".join(output.split())
+
+
+def test_verbs_that_do_not_generate_take_no_drafts(ropewalk):
+    for verb in ("embed", "perplexity"):
+        assert "--draft-model" not in ropewalk(verb, "--help").output
+    for verb in ("run", "chat", "serve", "batch", "explain"):
+        assert "--draft-model" in ropewalk(verb, "--help").output
 
 
 @pytest.mark.parametrize("text", ["", "5", ":1", "a:1", "-1:1", "5:x", "5:"])

@@ -25,6 +25,18 @@ def test_the_answer_on_stdout_the_speed_on_stderr(ropewalk, llm):
     assert llm.closed
 
 
+def test_guesses_are_told(ropewalk, llm, monkeypatch):
+    def drafted(messages, params, stream=llm.stream_chat):
+        for chunk in stream(messages, params):
+            if chunk.output is not None:
+                vars(chunk.output.timings).update(drafted_tokens=8, accepted_tokens=6)
+            yield chunk
+
+    monkeypatch.setattr(llm, "stream_chat", drafted)
+    assert " | 6 of 8 guesses right | " in ropewalk("run", "m", "Hi", "--prompt-lookup").stderr
+    assert llm.opened[1].draft == "lookup"
+
+
 def test_no_seed_is_told_where_none_was_used(ropewalk, llm):
     assert "seed" not in ropewalk("run", "m", "Hi", "--temperature", "0").stderr
 
@@ -165,6 +177,8 @@ def test_json(ropewalk, llm):
             "cached_tokens": 0,
             "disk_tokens": 0,
             "generated_tokens": 6,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
             "prefill_s": 0.1,
             "decode_s": 0.5,
             "prefill_tps": 100.0,

@@ -36,6 +36,8 @@ def speed_line(output: RequestOutput, params: SamplingParams) -> str:
     parts = [f"prefill {t.prompt_tokens} tokens{cached}, {t.prefill_tps:.1f} tok/s"]
     if t.generated_tokens > 1:
         parts.append(f"decode {t.generated_tokens} tokens, {t.decode_tps:.1f} tok/s")
+    if t.drafted_tokens:
+        parts.append(f"{t.accepted_tokens} of {t.drafted_tokens} guesses right")
     parts.append(f"first token after {t.time_to_first_token_s:.2f} s")
     if output.finish_reason == "length":
         parts.append("cut at the limit")
@@ -64,6 +66,8 @@ def as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
             "cached_tokens": t.cached_tokens,
             "disk_tokens": t.disk_tokens,
             "generated_tokens": t.generated_tokens,
+            "drafted_tokens": t.drafted_tokens,
+            "accepted_tokens": t.accepted_tokens,
             "prefill_s": t.prefill_s,
             "decode_s": t.decode_s,
             "prefill_tps": t.prefill_tps,

@@ -16,7 +16,7 @@ import typer
 
 from ropewalk.cli.console import one_line, tell, verb
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import DEFAULT_MODEL, Machine, machine, takes
+from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, takes
 from ropewalk.cli.serve import name_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LINE_EVERY_S = 30.0
 
 
 @verb
-@takes(machine=machine)
+@takes(machine=drafting_machine)
 def batch(
     requests: Annotated[Path, typer.Argument(help="A file with one JSON object a line.")],
     *,

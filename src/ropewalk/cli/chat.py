@@ -15,7 +15,7 @@ import typer
 from ropewalk.cli.answer import print_stream, speed_line
 from ropewalk.cli.console import fields, one_line, tell, verb, visible
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import DEFAULT_MODEL, Machine, machine, model_argument, sampling, takes
+from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, model_argument, sampling, takes
 from ropewalk.errors import InvalidParameterError, PromptError, TemplateError
 from ropewalk.params import SamplingParams
 
@@ -36,7 +36,7 @@ WORDS = {"none": None, "true": True, "false": False, "on": True, "off": False}
 
 
 @verb
-@takes(params=sampling, machine=machine)
+@takes(params=sampling, machine=drafting_machine)
 def chat(
     model: Annotated[str, model_argument()] = DEFAULT_MODEL,
     *,

@@ -16,7 +16,7 @@ import typer
 
 from ropewalk.cli.console import byte_size, columns, fields, one_line, say, tell, verb, write_json
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import Machine, machine, model_argument, sampling, takes
+from ropewalk.cli.options import Machine, drafting_machine, model_argument, sampling, takes
 from ropewalk.cli.run import checked_utf8, model_and_prompt, read_stdin
 from ropewalk.errors import GenerationError
 from ropewalk.params import SamplingParams
@@ -42,7 +42,7 @@ def short(group: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]
 
 
 @verb
-@takes(params=short(sampling), machine=machine)
+@takes(params=short(sampling), machine=drafting_machine)
 def explain(
     model: Annotated[str | None, model_argument()] = None,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
@@ -214,7 +214,7 @@ def stages_of(
         removed = f"{stage.n_removed} ({stage.removed_probability:.1%})" if stage.n_removed else ""
         rows.append(
             (
-                f"  {stage.name}" + (f" {value:g}" if isinstance(value, int | float) else ""),
+                f"  {stage.name}" + (f" {value:g}" if type(value) in (int, float) else ""),
                 str(stage.n_candidates),
                 removed,
                 f"{stage.entropy:.2f}",
@@ -297,7 +297,8 @@ def sums_of(story: Story) -> list[str]:
     last = trace.steps[-1]
     used = last.first_position + last.n_tokens
     lines.append(
-        f"cache: {used} positions in {len(last.pages)} pages ({', '.join(map(str, last.pages))}), "
+        f"cache: {counted(used, 'position')} in {counted(len(last.pages), 'page')} "
+        f"({', '.join(map(str, last.pages))}), "
         f"{used * story.model['cache_token_bytes']:,} bytes used of {len(last.pages) * last.page_bytes:,}"
     )
     lines.append(f"read in all {trace.read_bytes:,} bytes, {trace.bytes_per_token:,.0f} for each token drawn")

@@ -160,6 +160,8 @@ def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
             rope_base=machine.rope_base,
             cache_dir=machine.cache_dir,
             cache_dir_size=machine.cache_dir_size,
+            draft=machine.draft,
+            draft_tokens=machine.draft_tokens,
             max_batch=max_batch,
             progress=progress,
         )

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -175,7 +175,7 @@ def rope_settings(scheme: str | None, factor: float | None, original: int | None
 
 @dataclass(frozen=True)
 class Machine:
-    """How to run a model: threads, context in tokens, and the KV cache: type of its elements, size, sharing, disk."""
+    """How to run a model: threads, context in tokens, the KV cache (type of elements, size, sharing, disk), drafts."""
 
     n_threads: int | None
     context_length: int | None
@@ -186,6 +186,8 @@ class Machine:
     rope_base: float | None = None
     cache_dir: str | None = None
     cache_dir_size: str | None = None
+    draft: str | None = None
+    draft_tokens: int | None = None
 
 
 def machine(
@@ -268,6 +270,49 @@ def machine(
         cache_dir,
         cache_dir_size,
     )
+
+
+def drafts(
+    *,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-model",
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary that guesses ahead: the same text, sooner.",
+        ),
+    ] = None,
+    prompt_lookup: Annotated[
+        bool, typer.Option("--prompt-lookup", help="Guess ahead from the text so far: the same text, sooner.")
+    ] = False,
+    draft_max: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-max", min=1, max=63, help="Most guesses at once. Default: 7, or 15 of a lookup."
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """The options of speculative decoding, as fields of `Machine`."""
+    if draft_model is not None and prompt_lookup:
+        raise InvalidParameterError(
+            "--draft-model and --prompt-lookup both guess ahead; allowed: one of them"
+        )
+    if draft_max is not None and draft_model is None and not prompt_lookup:
+        raise InvalidParameterError("--draft-max needs --draft-model or --prompt-lookup")
+    if draft_model == "lookup":
+        draft_model = "./lookup"  # a file: the bare word means a lookup in `LLM`
+    return {"draft": "lookup" if prompt_lookup else draft_model, "draft_tokens": draft_max}
+
+
+def drafting_machine(**options: Any) -> Machine:
+    """The options of `machine` and `drafts`, for verbs that generate."""
+    mine = {name: options.pop(name) for name in inspect.signature(drafts).parameters}
+    return replace(machine(**options), **drafts(**mine))
+
+
+drafting_machine.__dict__["__signature__"] = inspect.Signature(
+    [p for group in (machine, drafts) for p in inspect.signature(group, eval_str=True).parameters.values()]
+)
 
 
 def model_argument() -> Any:

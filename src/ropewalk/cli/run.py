@@ -13,13 +13,13 @@ import typer
 from ropewalk.cli.answer import as_dict, print_stream, speed_line
 from ropewalk.cli.console import tell, verb, write_json
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import DEFAULT_MODEL, Machine, machine, model_argument, sampling, takes
+from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, model_argument, sampling, takes
 from ropewalk.errors import PromptError
 from ropewalk.params import SamplingParams
 
 
 @verb
-@takes(params=sampling, machine=machine)
+@takes(params=sampling, machine=drafting_machine)
 def run(
     model: Annotated[str | None, model_argument()] = None,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,

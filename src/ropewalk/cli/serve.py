@@ -11,7 +11,7 @@ import typer
 
 from ropewalk.cli.console import one_line, tell, verb
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import DEFAULT_MODEL, Machine, machine, takes
+from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, takes
 from ropewalk.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @verb
-@takes(machine=machine)
+@takes(machine=drafting_machine)
 def serve(
     models: Annotated[
         list[str] | None,
