@@ -96,7 +96,8 @@ BAD_CHATS = [
     ({"messages": HI, "tools": [tool("f"), tool("f")]}, None, "two tools have the same name"),
     ({"messages": HI, "tool_choice": "auto"}, None, "tool_choice needs tools"),
     ({"messages": HI, "tool_choice": "always"}, "tool_choice", "'required'"),
-    ({"messages": HI, "store": True}, "store", "False"),
+    ({"messages": HI, "store": True}, "store", "nothing is stored"),
+    ({"messages": HI, "store": 0}, "store", "valid boolean"),
     ({"messages": HI, "x" * 1000: 1}, "(a name that cannot be shown)", "unknown field"),
 ]  # fmt: skip
 

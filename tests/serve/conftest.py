@@ -105,6 +105,12 @@ def toy():
 
 
 @pytest.fixture(scope="session")
+def serve():
+    """The function `serving`."""
+    return serving
+
+
+@pytest.fixture(scope="session")
 def smol(smollm2):
     """A server of the default model, by the names smol and gpt-4o."""
     options = ServerOptions(aliases={"gpt-4o": "smol"}, grace_s=1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ropewalk.params import SamplingParams
 
@@ -18,6 +18,15 @@ _SAME_NAME = [  # in a body and in SamplingParams
     *("frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens"),
 ]
+
+
+def _nothing_is_stored(store: bool) -> bool:
+    if store:
+        raise ValueError("allowed is false alone, since nothing is stored")
+    return store
+
+
+NotStored = Annotated[bool, AfterValidator(_nothing_is_stored), Field(json_schema_extra={"const": False})]
 
 
 class Body(BaseModel):
@@ -232,7 +241,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: JsonObject | None = Field(
         default=None, description="Variables for the template, such as enable_thinking."
     )
-    store: Literal[False] | None = None
+    store: NotStored | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")

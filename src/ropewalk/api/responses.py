@@ -16,7 +16,7 @@ from ropewalk.api.body import checked
 from ropewalk.api.chat import Conversation, finish_reason
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
-from ropewalk.api.requests import Body, ChatRequest, JsonObject
+from ropewalk.api.requests import Body, ChatRequest, JsonObject, NotStored
 from ropewalk.api.tasks import Find, Job, Task, constraint_of
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import RequestOutput, StreamChunk
@@ -153,7 +153,7 @@ class ResponseRequest(Body):
         default=None, description="Echoed."
     )
     user: str | None = Field(default=None, description="Written to the access log.")
-    store: Literal[False] | None = None
+    store: NotStored | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

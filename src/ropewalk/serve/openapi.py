@@ -45,7 +45,7 @@ def document(model_names: Sequence[str]) -> dict[str, Any]:
         }
         content = {"application/json": {"schema": _schema(answer, schemas)}}
         if path in STREAMED:
-            content["text/event-stream"] = {"schema": {"type": "string", "description": _events(chunk)}}
+            content["text/event-stream"] = {"schema": _event(chunk)}
         body = {
             "required": True,
             "content": {"application/json": {"schema": {"$ref": _REF.format(model=request.__name__)}}},
@@ -87,6 +87,9 @@ def _schema(shape: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=shape.__name__)}
 
 
-def _events(chunk: Any) -> str:
-    name = "OpenAI's response.* events" if chunk is None else f"{chunk.__name__} objects"
-    return f"With stream: true. Server-sent events of {name}, then [DONE]."
+def _event(chunk: Any) -> dict[str, Any]:
+    """One server-sent event."""
+    name = "one of OpenAI's response.* events" if chunk is None else f"a {chunk.__name__}"
+    described = {"type": "string", "description": f"JSON of {name}, or of an ErrorBody; at the end [DONE]"}
+    fields = {"event": {"type": "string"}, "data": described}
+    return {"type": "object", "description": "With stream: true.", "properties": fields, "required": ["data"]}
