@@ -13,6 +13,7 @@ import pytest
 from ropewalk.engine import persist
 from ropewalk.engine.engine import Engine
 from ropewalk.engine.persist import MAGIC, PageStore
+from ropewalk.engine.request import Request
 from ropewalk.errors import InvalidParameterError
 from ropewalk.params import SamplingParams
 
@@ -100,6 +101,13 @@ class TestHits:
         assert ask(engine, text(20)).n_from_disk == 16
         assert ask(engine, text(48)).n_from_disk == 32
         assert engine.statistics().pages_read == 3
+
+    @pytest.mark.parametrize(("switch", "key"), [(0, b""), (0, b'[["salt", "X"]]'), (40, b""), (100, b"k")])
+    def test_c3_the_text_of_a_page_is_all_that_its_hash_was_made_of(self, switch, key):
+        tokens = np.arange(90, dtype=np.int32)
+        request = Request(0, GREEDY, 0, frozenset(), tokens, 60, 60, cache_key=key, rope_switch=switch)
+        for i in range(3):
+            assert request.text(i) == b"".join(request.block(j) for j in range(i + 1))
 
     def test_what_was_evicted_comes_back(self, toy, open_engine):
         """A pool of four pages forgets a prompt at once; the disk does not."""

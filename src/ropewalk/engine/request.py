@@ -179,11 +179,16 @@ class Request:
     def block(self, i: int) -> bytes:
         """What the values in its page i follow from, besides the pages before it."""
         tokens = self.window[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
-        return tokens if i else self.cache_key + b"long" * self.is_long + tokens
+        return tokens if i else self._root + tokens
 
     def text(self, i: int) -> bytes:
         """What the values in its page i follow from, the pages before it included."""
-        return self.cache_key + self.window[: (i + 1) * PAGE_SIZE].tobytes()
+        return self._root + self.window[: (i + 1) * PAGE_SIZE].tobytes()
+
+    @property
+    def _root(self) -> bytes:
+        """What the values in all its pages follow from besides its tokens."""
+        return self.cache_key + b"long" * self.is_long
 
     def common(self, other: Request) -> int:
         """Computed positions of another request that this one can take over, all but its last token's at most."""
