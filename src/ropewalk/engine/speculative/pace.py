@@ -255,17 +255,19 @@ class AdaptivePace(Pace):
         best_rate = float(self._rates(step, np.sort(np.array(known))[::-1]).max())
         n_best, n_tokens, tokens = 0, step.n_tokens + len(known), step.n_drawing + sum(known)
         extra, behind = np.zeros(0), 0
-        for n, draft in enumerate(candidates, 1):
-            rounds = min(d.most - len(d.tokens) for d in candidates[:n])
+        for n_growing, draft in enumerate(candidates, 1):
+            rounds = min(d.most - len(d.tokens) for d in candidates[:n_growing])
             p = overall[id(draft)]
             mine = reached[id(draft)] * np.cumsum(p ** np.arange(1, rounds + 1))
-            extra = mine if n == 1 else extra[:rounds] + mine
-            behind += n_behind(draft)
+            extra = mine if n_growing == 1 else extra[:rounds] + mine
+            behind += n if (n := n_behind(draft)) <= self.FAR_BEHIND else 1  # or it was found to pay off
             r = np.arange(1, rounds + 1)
-            drafting = costs.expect(behind) + (r - 1) * costs.expect(n)
-            rates = (tokens + extra) / (step.drafting_s + drafting + self.costs.expect(n_tokens + n * r))
+            drafting = costs.expect(behind) + (r - 1) * costs.expect(n_growing)
+            rates = (tokens + extra) / (
+                step.drafting_s + drafting + self.costs.expect(n_tokens + n_growing * r)
+            )
             if (rate := float(rates.max())) > best_rate:
-                n_best, best_rate = n, rate
+                n_best, best_rate = n_growing, rate
         return candidates[:n_best]
 
     def _saves(self, draft: Draft, step: Step, costs: StepCosts) -> float:
