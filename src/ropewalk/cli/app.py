@@ -25,6 +25,7 @@ from ropewalk.cli import (
     rm,
     run,
     serve,
+    verify,
     warmup,
 )
 
@@ -72,6 +73,7 @@ def build() -> typer.Typer:
     app.command("explain")(explain.explain)
     app.add_typer(figure.figure_app(), name="figure", help="Draw a figure into a file; print its numbers.")
     app.command("plan")(plan.plan)
+    app.add_typer(verify.app, name="verify")
     app.command("warmup")(warmup.warmup)
     app.command("embed")(embed.embed)
     app.command("perplexity")(perplexity.perplexity)
