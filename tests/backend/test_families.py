@@ -12,11 +12,12 @@ from ropewalk.kernels.formats import PACKED
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
-
 
 class Stored:
-    """A tiny model as a file would hold it: matrices in one format, the router and what has one axis as float32."""
+    """A tiny model as a file would hold it: experts in one format, other matrices as Q8_0, the rest as float32.
+
+    As "F32" all of it is float32.
+    """
 
     def __init__(self, model, form):
         self.metadata = model.metadata
@@ -29,9 +30,10 @@ class Stored:
                 or "gate_inp" in name
                 or name.endswith("bias")
             )
-            raw = values if is_float else gguf.quants.quantize(values, Q8_0)
+            of = "F32" if is_float else form if values.ndim == 3 else "Q8_0"
+            raw = values if is_float else gguf.quants.quantize(values, gguf.GGMLQuantizationType[of])
             self._raw[name] = np.ascontiguousarray(raw).view(np.uint8).reshape(*values.shape[:-1], -1)
-            self.tensors[name] = TensorInfo(name, values.shape, FORMATS["F32" if is_float else form], 0, 0)
+            self.tensors[name] = TensorInfo(name, values.shape, FORMATS[of], 0, 0)
 
     paths = ()
 
@@ -98,6 +100,17 @@ def test_quantized_weights_are_close_and_give_the_same_bits_one_by_one(family_mo
     parts = [run(backend, cache, family_model.ids[:17], 0)]
     parts += [run(backend, cache, family_model.ids[i : i + 1], i) for i in range(17, len(family_model.ids))]
     assert np.array_equal(np.concatenate(parts), prefill)
+
+
+@pytest.mark.parametrize("family_model", ["gpt-oss"], indirect=True)
+def test_experts_may_be_mxfp4(family_model, start):
+    """gpt-oss's files have them so. The reference is that of the same rounded weights."""
+    model = Stored(family_model, "MXFP4")
+    assert model.tensors["blk.0.ffn_down_exps.weight"].format.name == "MXFP4"
+    backend = start(model)
+    logits = run(backend, backend.new_cache(3), family_model.ids, 0)
+    expected = Reference(backend.config, model).logits(family_model.ids)
+    assert np.median((logits - expected).std(axis=1)) < 0.1 * expected.std()
 
 
 MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss")

@@ -1,5 +1,7 @@
 """Pointwise kernels against NumPy, on values."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from ropewalk.kernels import pointwise as P
 from ropewalk.kernels import simd
 from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
+from ropewalk.model import reference
 
 
 def lanewise(op):
@@ -48,18 +51,55 @@ def test_activations_agree_with_their_formulas():
     assert np.max(np.abs(gelu(WIDE) - exact) / (1 + np.abs(x))) < 1e-6
 
 
+def test_the_error_function_and_gelu_by_it():
+    exact = np.array([math.erf(v) for v in WIDE.astype(np.float64)])
+    assert np.max(np.abs(lanewise(P.erf)(WIDE) - exact)) < 5e-7
+    assert np.array_equal(np.signbit(lanewise(P.erf)(WIDE)), np.signbit(WIDE))
+
+
 @kernel
-def norm(x, w, out, n, eps):
-    P.rms_norm(x, w, out, n, eps)
+def activate(gate, up, out, n, kind):
+    for i in range(0, n, 16):
+        at = 4 * i
+        simd.store_floats(out + at, P.activate(simd.load_floats(gate + at), simd.load_floats(up + at), kind))
 
 
-def test_rms_norm():
-    rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((2, 576)).astype(np.float32)
-    out = np.zeros_like(x)
-    norm(x.ctypes.data, w.ctypes.data, out.ctypes.data, 576, np.float32(1e-5))
-    exact = x / np.sqrt(np.mean(x.astype(np.float64) ** 2) + 1e-5) * w
-    assert np.max(np.abs(out - exact)) < 2e-6
+KINDS = {
+    "silu": P.SILU, "gelu_tanh": P.GELU_TANH, "gelu": P.GELU, "relu2": P.RELU2, "swiglu_oai": P.SWIGLU_OAI
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gated_activations_are_those_of_the_reference(name):
+    """The two forms of gelu differ by up to 5e-4, which the bound tells apart; gpt-oss bounds gate and up."""
+    gate = np.linspace(-12, 12, 4096, dtype=np.float32)
+    up = np.random.default_rng(3).uniform(-10, 10, gate.size).astype(np.float32)
+    out = np.zeros_like(gate)
+    activate(gate.ctypes.data, up.ctypes.data, out.ctypes.data, gate.size, KINDS[name])
+    expected = reference.activate(name, gate, up, True)
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-5)
+    assert abs(expected).max() > 50
+
+
+@kernel
+def normalise(x, w, bias, n, eps, centred):
+    P.normalise_floats(x, (w, bias, centred), n, eps)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norms_of_both_kinds(centred, has_bias):
+    rng = np.random.default_rng(1)
+    x, w, bias = rng.standard_normal((3, 576)).astype(np.float32) + np.float32(2)
+    expected = (
+        reference.layer_norm(x, w, bias if has_bias else None, 1e-5)
+        if centred
+        else reference.rms_norm(x, w, 1e-5) + (bias if has_bias else 0)
+    )
+    normalise(
+        x.ctypes.data, w.ctypes.data, bias.ctypes.data if has_bias else 0, 576, np.float32(1e-5), int(centred)
+    )
+    np.testing.assert_allclose(x, expected, rtol=2e-6, atol=2e-6)
 
 
 @kernel
