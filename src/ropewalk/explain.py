@@ -96,6 +96,15 @@ class Story:
         totals.pop("trace", None)
         return totals
 
+    def wait_s(self, phase: str) -> dict[str, float]:
+        """What of the waiting in the steps of a phase came after each part."""
+        totals: dict[str, float] = {}
+        for step in self.trace.steps:
+            if step.phase == phase:
+                for part, seconds in step.wait_s.items():
+                    totals[part] = totals.get(part, 0.0) + seconds
+        return totals
+
     def to_dict(self, llm: LLM) -> dict[str, Any]:
         """All of it as JSON values, with the texts of tokens."""
         found = self.trace.to_dict(lambda token: llm.decode([token], skip_special=False))

@@ -79,7 +79,11 @@ def test_the_percentages_of_the_parts_are_the_whole(told):
     groups = [row.split() for row in rows if not row.startswith(("  ", "all"))]
     for column in (2, 4):
         assert sum(float(row[column].rstrip("%")) for row in groups) == pytest.approx(100, abs=0.5)
-    assert {row[0] for row in groups} == {"matmul", "attention", "pointwise", "wait", "sampling", "overhead"}
+    assert {row[0] for row in groups} == {"matmul", "attention", "pointwise", "sampling", "overhead"}
+    whole = next(row.split() for row in rows if row.startswith("all parts"))
+    assert (whole[3], whole[5]) == ("100.0%", "100.0%")
+    assert sum(float(row[3]) for row in groups) == pytest.approx(float(whole[4]), abs=0.005)
+    assert sum(float(row[5]) for row in groups) == pytest.approx(float(whole[6]), abs=0.005)
 
 
 def test_the_timeline_is_of_the_same_run(told):

@@ -100,8 +100,8 @@ def test_greedy_ends_with_one_token_of_no_entropy():
 
 
 def test_entropy_of_what_cannot_be_drawn_any_more():
-    """A12: a tiny temperature leaves one probability of 1 and scores of minus infinity."""
-    sharp = scaled(np.array([1.0, 0.0, -1.0], np.float32), 1e-320)
+    """A12: a tiny temperature leaves one probability of 1."""
+    sharp = scaled(np.array([1.0, 0.0, -1.0], np.float32), 1e-30)
     assert isinstance(sharp, Candidates)
     assert sharp.entropy == 0
 
@@ -182,6 +182,14 @@ def test_parts_follow_each_other_and_are_the_whole(engine):
         assert set(step.parts) == {"schedule", "prepare", "finish", "sampling", "trace"}
         assert sum(step.part_s.values()) == pytest.approx((ends[-1] - ends[0]) / 1e9)
         assert sum(step.group_s.values()) == pytest.approx(sum(step.part_s.values()))
+
+
+def test_waits_belong_to_the_parts_before_them(traced):
+    _, _, output = traced
+    for step in output.trace.steps:
+        assert sum(step.wait_s.values()) == pytest.approx(step.part_s["wait"])
+        assert {"qkv", "attend", "gate_up", "output"} <= set(step.wait_s)
+        assert "sampling" not in step.wait_s
 
 
 def test_every_part_of_the_kernels_has_a_group():

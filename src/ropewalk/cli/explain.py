@@ -225,52 +225,48 @@ def stages_of(
 
 
 def parts_of(story: Story) -> tuple[Sequence[str], Rows, Sequence[str]]:
-    """A row for each part of a step, and for each group of parts."""
-    from ropewalk.engine.trace import GROUPS, grouped
+    """A row for each part of a step, its waits for other threads included, and for each group of parts."""
+    from ropewalk.engine.trace import GROUPS
 
-    phases = {name: story.part_s(name) for name in ("prefill", "decode")}
     decode = [step for step in story.trace.steps if step.phase == "decode"]
     n = max(1, len(decode))
-    sums = {name: sum(parts.values()) for name, parts in phases.items()}
-
-    def row(name: str, prefill_s: float, decode_s: float, n_bytes: float) -> tuple[str, ...]:
-        shares = [
-            f"{seconds / total:.1%}" if total else ""
-            for seconds, total in ((prefill_s, sums["prefill"]), (decode_s, sums["decode"]))
-        ]
-        told = n_bytes >= 5_000  # 0.00 MB says nothing
-        speed = f"{n_bytes / (decode_s / n) / 1e9:.1f}" if told and decode_s else ""
-        amount = f"{n_bytes / 1e6:.2f}" if told else ""
-        return (
-            name,
-            f"{1e3 * prefill_s:.2f}",
-            shares[0],
-            f"{1e3 * decode_s / n:.3f}",
-            shares[1],
-            amount,
-            speed,
-        )
-
     n_bytes = {part: sum(step.weight_bytes.get(part, 0) for step in decode) / n for part in GROUPS}
     n_bytes["prepare"] = sum(step.weight_bytes.get("embedding", 0) for step in decode) / n
     n_bytes["attend"] = sum(step.cache_read_bytes for step in decode) / n
-    groups = {name: grouped(parts) for name, parts in phases.items()}
-    rows = []
-    for group in dict.fromkeys(GROUPS.values()):
-        members = [
-            p for p, g in GROUPS.items() if g == group and any(p in parts for parts in phases.values())
+    works = [story.part_s(phase) for phase in ("prefill", "decode")]
+    waits = [story.wait_s(phase) for phase in ("prefill", "decode")]
+    wholes = [sum(parts.values()) for parts in works]
+
+    def row(name: str, parts: Sequence[str]) -> tuple[str, ...]:
+        waited = sum(waits[1].get(part, 0.0) for part in parts)
+        spans = [
+            sum(work.get(part, 0.0) + wait.get(part, 0.0) for part in parts)
+            for work, wait in zip(works, waits, strict=True)
         ]
-        if not members:
-            continue
-        of_group = sum(n_bytes[p] for p in members)
-        rows.append(row(group, groups["prefill"].get(group, 0.0), groups["decode"].get(group, 0.0), of_group))
+        shares = [f"{span / whole:.1%}" if whole else "" for span, whole in zip(spans, wholes, strict=True)]
+        amount = sum(n_bytes[part] for part in parts)
+        told = amount >= 5_000  # 0.00 MB says nothing
+        return (
+            name,
+            f"{1e3 * spans[0]:.2f}",
+            shares[0],
+            f"{1e3 * spans[1] / n:.3f}",
+            shares[1],
+            f"{1e3 * waited / n:.3f}",
+            f"{amount / 1e6:.2f}" if told else "",
+            f"{amount / (spans[1] / n) / 1e9:.1f}" if told and spans[1] else "",
+        )
+
+    seen = [part for part in GROUPS if part != "wait" and any(part in work for work in works)]
+    rows = []
+    for group in dict.fromkeys(GROUPS[part] for part in seen):
+        members = [part for part in seen if GROUPS[part] == group]
+        rows.append(row(group, members))
         if len(members) > 1:
-            rows += [
-                row(f"  {p}", phases["prefill"].get(p, 0.0), phases["decode"].get(p, 0.0), n_bytes[p])
-                for p in members
-            ]
-    rows.append(row("all parts", sums["prefill"], sums["decode"], sum(s.read_bytes for s in decode) / n))
-    return ("part", "prefill ms", "share", "decode ms", "share ", "MB", "GB/s"), rows, ("part",)
+            rows += [row(f"  {part}", [part]) for part in members]
+    rows.append(row("all parts", seen))
+    headings = ("part", "prefill ms", "share", "decode ms", "share", "of it waiting", "MB", "GB/s")
+    return headings, rows, ("part",)
 
 
 def counted(n: float, what: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.engine.sampler import Candidates, Context, Logits, steps, top_k
+from ropewalk.engine.sampler import Candidates, Context, Logits, steps
 from ropewalk.params import SamplingParams
 
 GROUPS = {
@@ -151,6 +151,16 @@ class StepTrace:
         return totals
 
     @property
+    def wait_s(self) -> dict[str, float]:
+        """What of "wait" came after each part: until the other threads were done with it too."""
+        lengths = np.diff(self.ends_ns, prepend=self.start_ns).tolist()
+        totals: dict[str, float] = {}
+        for before, part, length in zip(self.parts, self.parts[1:], lengths[1:], strict=False):
+            if part == "wait":
+                totals[before] = totals.get(before, 0.0) + length / 1e9
+        return totals
+
+    @property
     def group_s(self) -> dict[str, float]:
         """Seconds of each group of parts, in the order of `GROUPS`."""
         return grouped(self.part_s)
@@ -176,6 +186,7 @@ class StepTrace:
             "read_bytes": self.read_bytes,
             "bytes_per_s": self.bytes_per_s,
             "part_s": self.part_s,
+            "wait_s": self.wait_s,
             "group_s": self.group_s,
         }
 
@@ -329,4 +340,10 @@ def _stage(name: str, now: Candidates, before: Candidates | None) -> Stage:
 
 
 def _best(candidates: Candidates, n: int) -> list[int]:
-    return [int(token_id) for token_id in top_k(candidates, n).ids] if n else []
+    """Ids of the n most likely tokens, without sorting all of them."""
+    weights, n = candidates.weights, min(n, len(candidates.ids))
+    if n == 0:
+        return []
+    high = np.flatnonzero(weights >= np.partition(weights, len(weights) - n)[len(weights) - n])
+    order = high[np.argsort(-weights[high], kind="stable")[:n]]
+    return [int(token_id) for token_id in candidates.ids[order]]
