@@ -223,8 +223,8 @@ def roofline(
     headings = ("", "batch or tokens", "operations a byte", "GFLOP/s", "GB/s")
     say(columns([headings, *rows], right=range(1, 5)))
     say(f"read bandwidth: {max(r.bandwidth for r in results) / 1e9:.1f} GB/s")
-    name = f"{one_line(config.name)}, {_here(results[0].n_threads)}"
-    sheet.write("roofline", lambda theme: figures.roofline.draw(results, name, theme=theme))
+    name, here = one_line(config.name), _here(results[0].n_threads)
+    sheet.write("roofline", lambda theme: figures.roofline.draw(results, name, machine=here, theme=theme))
 
 
 @verb
@@ -252,8 +252,8 @@ def loop(
     say(
         columns([("n", "cache", "none", "n tokens, cache", "none", "passes", "times"), *rows], right=range(7))
     )
-    name = f"{path.stem}, {_here(available_threads())}"
-    sheet.write("loop", lambda theme: figures.loop.draw(found, name, theme=theme))
+    name, here = one_line(path.stem), _here(available_threads())
+    sheet.write("loop", lambda theme: figures.loop.draw(found, name, machine=here, theme=theme))
 
 
 def _loop_rows(with_cache: Sequence[float], without: Sequence[float]) -> list[tuple[str, ...]]:

@@ -114,7 +114,7 @@ def timed(llm: LLM, prompt: list[int], n_tokens: int) -> tuple[list[int], list[f
     return tokens, times
 
 
-def draw(loop: Loop, name: str, *, theme: str = "light") -> Figure:
+def draw(loop: Loop, name: str, *, machine: str = "", theme: str = "light") -> Figure:
     """Draw both panels.
 
     Parameters
@@ -122,7 +122,9 @@ def draw(loop: Loop, name: str, *, theme: str = "light") -> Figure:
     loop : Loop
         Of `measure`.
     name : str
-        What was measured, and on what.
+        Of the model.
+    machine : str
+        What it ran on.
     theme : "light", "dark" or "auto"
     """
     n = np.arange(1, len(loop.token_ids) + 1)
@@ -138,7 +140,7 @@ def draw(loop: Loop, name: str, *, theme: str = "light") -> Figure:
             left.plot(n, 1e3 * np.array(seconds), **look, label=what)
             right.plot(n, np.cumsum(seconds), **look, label=f"{what}: {cost}")
         left.set_ylabel("time of the n-th token, ms")
-        left.set_title("One token")
+        left.set_title(f"One token: {name}")
         right.set_ylabel("time of n tokens, s")
         right.set_title("All tokens so far")
         for axes in (left, right):
@@ -146,5 +148,6 @@ def draw(loop: Loop, name: str, *, theme: str = "light") -> Figure:
             axes.set_xlim(0, len(n))
             axes.set_ylim(bottom=0)
             axes.legend(loc="upper left")
-        figure.suptitle(f"The loop: {name}", x=0.01, ha="left", fontsize=10, color=colours.muted)
+        if machine:
+            figure.suptitle(f"measured on {machine}", x=0.01, ha="left", fontsize=10, color=colours.muted)
         return figure

@@ -45,7 +45,9 @@ def points(measurements: Sequence[Measurement]) -> list[Point]:
     ]
 
 
-def draw(measurements: Sequence[Measurement], name: str, *, theme: str = "light") -> Figure:
+def draw(
+    measurements: Sequence[Measurement], name: str, *, machine: str = "", theme: str = "light"
+) -> Figure:
     """Draw it, on logarithmic axes.
 
     Parameters
@@ -53,7 +55,9 @@ def draw(measurements: Sequence[Measurement], name: str, *, theme: str = "light"
     measurements : sequence of Measurement
         Of `ropewalk.bench`, of one model on one machine. The roof is their largest read bandwidth.
     name : str
-        What was measured, and on what.
+        Of the model.
+    machine : str
+        What it ran on.
     theme : "light", "dark" or "auto"
 
     Raises
@@ -106,4 +110,6 @@ def draw(measurements: Sequence[Measurement], name: str, *, theme: str = "light"
         axes.set_ylabel("GFLOP/s")
         axes.set_title(f"Roofline: {name}")
         axes.legend(loc="lower right")
+        if machine:
+            figure.suptitle(f"measured on {machine}", x=0.01, ha="left", fontsize=10, color=colours.muted)
         return figure
