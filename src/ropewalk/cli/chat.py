@@ -20,6 +20,7 @@ from ropewalk.errors import InvalidParameterError, PromptError, TemplateError
 from ropewalk.params import SamplingParams
 
 if TYPE_CHECKING:
+    from ropewalk.cli.remote import RemoteModel
     from ropewalk.llm import LLM
     from ropewalk.outputs import StreamChunk
 
@@ -32,6 +33,7 @@ HELP = {
     "/exit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
 NOT_HERE = ("n", "logprobs")
+AS_IT_COMES = Machine(None, None, "float16")
 WORDS = {"none": None, "true": True, "false": False, "on": True, "off": False}
 
 
@@ -42,19 +44,35 @@ def chat(
     *,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Tell the speed after each answer.")] = False,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Talk with a model of a running server: ropewalk serve.")
+    ] = None,
     params: SamplingParams,
     machine: Machine,
 ) -> None:
-    """Talk with a model. /help lists the commands."""
-    with open_llm(model, machine) as llm:
+    """Talk with a model. /help lists the commands.
+
+    With --url, MODEL is a name of that server's; by default its first. $ROPEWALK_API_KEY is sent if it is set.
+    """
+    if url is not None and machine != AS_IT_COMES:
+        raise typer.BadParameter("--url leaves how the model runs to the server")
+    with open_llm(model, machine) if url is None else open_remote(url, model) as llm:
         if not llm.has_chat_template:
             raise TemplateError(f"{model} has no chat template: use ropewalk run")
+        shown = model if url is None else f"{getattr(llm, 'name', '')} of {url}"
         conversation = Conversation(llm, params, system, speed)
         if sys.stdin.isatty():
-            tell(f"Talking with {one_line(model)}. /help lists the commands, Ctrl-D leaves.")
+            tell(f"Talking with {one_line(shown)}. /help lists the commands, Ctrl-D leaves.")
         for line in lines():
             if not conversation.take(line):
                 break
+
+
+def open_remote(url: str, model: str) -> RemoteModel:
+    """A model of a server; the default one is the server's first."""
+    from ropewalk.cli.remote import RemoteModel
+
+    return RemoteModel(url, None if model == DEFAULT_MODEL else model)
 
 
 def lines() -> Iterator[str]:
@@ -77,7 +95,9 @@ def lines() -> Iterator[str]:
 class Conversation:
     """The messages so far, and how the next one is answered. Knows nothing of line editing."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, speed: bool) -> None:
+    def __init__(
+        self, llm: LLM | RemoteModel, params: SamplingParams, system: str | None, speed: bool
+    ) -> None:
         self.llm = llm
         self.params = params
         self.system = system

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,12 @@ class Server(uvicorn.Server):
     def run_telling(self, started: Callable[[int], None]) -> None:
         """Run until a signal comes; `started` is called with the port once there is one."""
         self._tell = started
+        if threading.current_thread() is threading.main_thread():
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+            ):  # uvicorn raises them once more when it has stopped
+                signal.signal(number, lambda *_: None)
         self.run()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
