@@ -1,11 +1,15 @@
 """`ropewalk plan`: models and machines from the command line, tables, JSON, and what is refused."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
 from ropewalk.cli import plan as plan_verb
 from ropewalk.plan import Machine
+
+FolderMaker = runpy.run_path(str(Path(__file__).parents[1] / "checkpoint" / "conftest.py"))["FolderMaker"]
 
 SEVEN = ("--layers", 32, "--kv-heads", 32, "--head-dim", 128, "--params", "6.75e9")
 MACHINE = ("--memory", "80GB", "--bandwidth", "2TB/s", "--flops", "312T")
@@ -51,6 +55,19 @@ def test_a_configuration_and_another_weight_type(ropewalk, tmp_path):
     assert "memory as installed, reads 120 GB/s, arithmetic not known" in result.stdout
     assert "not known without --flops" in result.stdout
     assert "largest" not in result.stdout
+
+
+def test_a_folder_is_counted_by_its_tensors_or_else_by_its_sizes(ropewalk, tmp_path):
+    made = FolderMaker()
+    folder = made.write(tmp_path / "llama", made.parts("llama"))
+    facts = json.loads(ropewalk("plan", folder, "--on", "M4", "--json").stdout)
+    in_files = sum(tensor.size for tensor in made.parts("llama").tensors.values())
+    assert facts["weights"]["total"] == {"count": in_files, "bytes": 4 * in_files}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "strange"}))
+    facts = json.loads(ropewalk("plan", folder, "--on", "M4", "--json").stdout)
+    assert facts["weights"]["total"]["count"] == in_files
+    assert facts["model"]["notes"] == ["weights counted from the sizes in config.json"]
 
 
 def test_this_machine_is_measured(ropewalk, monkeypatch):

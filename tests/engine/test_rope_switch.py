@@ -75,3 +75,33 @@ def test_preemption_beyond_the_limit_changes_nothing_b8(toy):
     requests = [engine.add_request(prompt, greedy(30)) for prompt in prompts]
     assert run(engine, requests) == [alone(toy, prompt, 30) for prompt in prompts]
     assert engine.scheduler.n_preempted > 0
+
+
+def test_a_fork_from_before_the_limit_of_a_request_beyond_it_b8(toy):
+    """The keys that the fork could take over are of the other list, so it computes its own."""
+    prompt = [i * 5 % 13 for i in range(16)]
+    engine = engine_of(toy)
+    request = engine.add_request(prompt, greedy(20))
+    while request.n_output < 10:
+        engine.step()
+    fork = engine.fork(request, greedy(20), n_output=2)
+    assert run(engine, [request, fork]) == [alone(toy, prompt, 20)] * 2
+
+
+def test_a_window_that_slides_back_below_the_limit_b8(toy):
+    """A context of 32 drops half of itself when it is full: then the short list holds again, for other positions."""
+    prompt = [i * 5 % 13 for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, slide=True)
+    options = {"context_length": 32, "kv_tokens": 64}
+    kept = engine_of(toy, **options)
+    fresh = engine_of(toy, keep_cache=False, **options)
+    requests = [engine.add_request(prompt, params) for engine in (kept, fresh)]
+    window_sizes = set()
+    while kept.has_unfinished:
+        kept.step()
+        kept.check()
+        window_sizes.add(requests[0].n_window)
+    run(fresh, [])
+    assert requests[0].n_dropped > 0
+    assert min(window_sizes) <= SWITCH < max(window_sizes)
+    assert requests[0].output == requests[1].output

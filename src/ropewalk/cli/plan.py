@@ -13,6 +13,7 @@ from ropewalk.cli.bench import numbers
 from ropewalk.cli.console import columns, fields, one_line, say, tell, verb, write_json
 from ropewalk.cli.loading import find
 from ropewalk.cli.options import DEFAULT_MODEL, model_argument
+from ropewalk.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from ropewalk.plan import Machine, ModelShape, Plan, WeightType
@@ -97,13 +98,19 @@ def _shape(model: str | None, numbers: _Numbers, weights: str | None) -> ModelSh
         if model is not None:
             raise typer.BadParameter(f"--{numbers.given[0]} describes a model: it excludes {model!r}")
         return numbers.shape(kind or planning.weight_type("F16"))
-    path = Path(model) if model else None
-    if path is not None and (path.suffix == ".json" or (path / "config.json").is_file()):
+    path = Path(model or DEFAULT_MODEL)
+    has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.suffix != ".json"
+    if not has_weights and (path.suffix == ".json" or (path / "config.json").is_file()):
         return planning.shape_of_hf(path, kind)
     from ropewalk.checkpoint.base import open_checkpoint
 
-    with open_checkpoint(find(model or DEFAULT_MODEL)) as checkpoint:
-        shape = planning.shape_of_gguf(checkpoint)
+    try:
+        with open_checkpoint(find(model or DEFAULT_MODEL)) as checkpoint:
+            shape = planning.shape_of_gguf(checkpoint)
+    except UnsupportedModelError:
+        if not path.is_dir():
+            raise
+        return planning.shape_of_hf(path, kind)  # a folder that cannot be run says its sizes all the same
     return shape.with_weight_type(kind) if kind else shape
 
 

@@ -191,7 +191,7 @@ def shape_of_numbers(
 
 
 def shape_of_gguf(checkpoint: Checkpoint) -> ModelShape:
-    """The shape of a GGUF file, with the types and bytes of its own tensors.
+    """The shape of a GGUF file, or of a folder that is read as one, with the types and bytes of its own tensors.
 
     A file of an architecture that Ropewalk cannot run is planned for by its keys alone.
 
