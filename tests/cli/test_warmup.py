@@ -8,7 +8,7 @@ from ropewalk.backend import compile as backend_compile
 from ropewalk.backend.compile import Part, all_parts, attention_parts
 from ropewalk.cli import warmup as warmup_verb
 from ropewalk.kernels import cache
-from ropewalk.kernels.attention import head_passes
+from ropewalk.kernels.attention import head_passes, tile_tokens
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.pack import compile_packer
 
@@ -32,11 +32,15 @@ def test_a_model_needs_its_formats_both_caches_and_the_forward_pass_each_once(ro
     assert result.exit_code == 0, result.stderr
     assert compiled == [
         "the forward pass",
+        "sampling",
         "kernels for Q4_1",  # with 16-bit activations and with 8-bit ones
         "kernels for Q4_1",
         "kernels for Q8_0",
-        "attention for groups of 3, float16",
-        "attention for groups of 3, int8",
+        *(
+            f"attention for 3 heads, tokens: {tokens}, {cache}"
+            for cache in ("float16", "int8")
+            for tokens in (1, tile_tokens(3))
+        ),
     ]
     assert result.stdout == f"ready after 0.0 s: 12.3 MB in {cache.cache_folder()}\n"
 
@@ -47,7 +51,10 @@ def test_all_is_every_format_and_every_group(ropewalk, compiled):
         f"kernels for {name}" for name in PACKED
     }
     assert {name for name in compiled if name.startswith("attention")} == {
-        f"attention for groups of {n}, {cache}" for n in range(1, 9) for cache in ("float16", "int8")
+        f"attention for {heads} heads, tokens: {tokens}, {cache}"
+        for heads in range(1, 9)
+        for tokens in (1, tile_tokens(heads))
+        for cache in ("float16", "int8")
     }
 
 
@@ -83,7 +90,8 @@ def test_query_heads_are_shared_out_evenly_over_passes(group, passes):
 def test_a_model_of_two_kinds_of_pass_needs_both(monkeypatch):
     from types import SimpleNamespace
 
-    assert [part.what for part in attention_parts(SimpleNamespace(kv_group=9), "int8")] == [
-        "attention for groups of 5, int8",
-        "attention for groups of 4, int8",
-    ]
+    assert {part.what for part in attention_parts(SimpleNamespace(kv_group=9), "int8")} == {
+        f"attention for {heads} heads, tokens: {tokens}, int8"
+        for heads in (5, 4)
+        for tokens in (1, tile_tokens(5))
+    }

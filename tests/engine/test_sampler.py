@@ -1,4 +1,8 @@
-"""The sampler's knobs: values of the cases A1 to A12, exact sets against full sorts, what always survives."""
+"""The sampler's knobs: values of the cases A1 to A12, what always survives, draws.
+
+`steps` shows the readable form; `choose` and `logprob` run the compiled one, which `tests/kernels/test_sampling.py`
+holds to the readable one bit for bit.
+"""
 
 import json
 import math
@@ -6,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.engine import sampler
@@ -37,7 +41,7 @@ def log(*probabilities):
 
 def nucleus(probabilities, mass):
     p = np.array(probabilities)
-    return np.flatnonzero(smallest_set(p, p, mass)).tolist()
+    return np.flatnonzero(smallest_set(p, np.rint(p * 2**40).astype(np.int64), mass)).tolist()
 
 
 class TestTopP:
@@ -134,36 +138,6 @@ class TestTopK:
         params = SamplingParams(top_k=2)
         drawn = {choose(rows[n_others // 2], params, NOTHING, seed=s, position=n_others) for s in range(64)}
         assert drawn == {0, 1}
-
-    @given(st.data())
-    @settings(max_examples=60)
-    def test_equals_a_full_sort(self, data):
-        n = data.draw(st.sampled_from([1, 2, 63, 64, 500, 5000]))
-        n_values = data.draw(st.sampled_from([1, 3, 50, 10**6]))
-        logits = (
-            np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, n_values, n).astype(np.float32)
-        )
-        k = data.draw(st.integers(1, n + 1))
-        expected = np.sort(np.argsort(-logits, kind="stable")[:k])
-        assert survivors(logits, top_k=k) == expected.tolist()
-
-
-class TestSmallestSet:
-    @given(st.data())
-    @settings(max_examples=60)
-    def test_equals_a_full_sort(self, data):
-        """Whole-number weights and a mass that is a fraction of 256 make every sum exact."""
-        n = data.draw(st.sampled_from([1, 2, 100, 2049, 9000, 20_000]))
-        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-        n_keys = data.draw(st.sampled_from([1, 2, 30, 10**6]))
-        key = rng.integers(0, n_keys, n) * data.draw(st.sampled_from([0.0, 1e-4, 1.0, 1e4]))
-        weights = rng.integers(data.draw(st.integers(0, 1)), data.draw(st.sampled_from([2, 1000])), n).astype(
-            float
-        )
-        mass = data.draw(st.integers(0, 256)) / 256
-        order = np.argsort(-key, kind="stable")
-        count = np.searchsorted(np.cumsum(weights[order]), mass * weights.sum()) + 1
-        assert np.flatnonzero(smallest_set(key, weights, mass)).tolist() == sorted(order[:count].tolist())
 
 
 class TestTypicalP:
@@ -272,7 +246,7 @@ class TestDraw:
         ("number", "token"), [(0.0, 3), (0.2499, 3), (0.2501, 5), (0.7499, 5), (0.7501, 8), (1 - 2**-53, 8)]
     )
     def test_looks_the_number_up_in_ascending_order_of_ids(self, number, token):
-        candidates = Candidates(np.array([3, 5, 8]), log(0.5, 1.0, 0.5), 0.0, 1.0)
+        candidates = Candidates(np.array([3, 5, 8]), log(0.5, 1.0, 0.5), 0.0, 1.0, bits=44)
         assert sampler.draw(candidates, number) == token
 
     def test_no_number_reaches_a_token_of_probability_zero(self):
@@ -280,19 +254,16 @@ class TestDraw:
         for number in (0.0, 0.3, 0.62, 0.63, 1 - 2**-53):
             assert sampler.draw(candidates, number) in (1, 3)
 
-    def test_blocks_do_not_show(self):
+    def test_equals_the_cumulative_distribution(self):
         candidates = scaled(np.random.default_rng(0).standard_normal(3000).astype(np.float32), 1.0)
         reached = np.cumsum(candidates.probabilities)
         for number in np.linspace(0.0003, 0.9997, 777):
             assert sampler.draw(candidates, number) == np.searchsorted(reached, number, side="right")
 
-    def test_draws_follow_the_distribution(self):
-        p = np.array([0.1, 0.2, 0.3, 0.4])
-        drawn = [choose(log(*p), SamplingParams(), NOTHING, seed=11, position=i) for i in range(4000)]
-        counts = np.bincount(drawn, minlength=4)
-        assert (
-            np.sum((counts - 4000 * p) ** 2 / (4000 * p)) < 21
-        )  # chi-square, 3 degrees of freedom: p < 1e-4
+    def test_the_last_number_below_one_reaches_the_last_token_and_no_further(self):
+        """2**18 equal weights of 2**44 sum to 2**62, which float64 holds only roughly once one more is added."""
+        for n in (3, 2**18, 2**18 + 1):
+            assert sampler.draw(scaled(np.zeros(n, np.float32), 1.0), 1 - 2**-53) == n - 1
 
 
 class TestLogprobs:

@@ -22,6 +22,7 @@ from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.matmul import matmul_worker, tiles
 from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pack import compile_packer
+from ropewalk.kernels.sampling import compile_sampling
 from ropewalk.kernels.team import compile_words
 from ropewalk.model.config import ModelConfig
 
@@ -51,7 +52,7 @@ def parts_of_model(checkpoint: Checkpoint, config: ModelConfig) -> list[Part]:
         for info, source in filter(None, matrices_of(checkpoint, config))
     )
     experts = [_EXPERTS] if config.experts else []
-    return [_FORWARD, *experts, *(_format_part(*use) for use in uses)]
+    return [_FORWARD, _SAMPLING, *experts, *(_format_part(*use) for use in uses)]
 
 
 def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
@@ -72,7 +73,7 @@ def all_parts() -> list[Part]:
         for tokens in sorted({1, tile_tokens(heads)})
         for is_int8 in (False, True)
     ]
-    return [_FORWARD, _EXPERTS, *formats, *attention]
+    return [_FORWARD, _SAMPLING, _EXPERTS, *formats, *attention]
 
 
 def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
@@ -131,4 +132,5 @@ def _compile_forward() -> None:
 
 
 _FORWARD = Part("the forward pass", _compile_forward)
+_SAMPLING = Part("sampling", compile_sampling)
 _EXPERTS = Part("mixtures of experts", expert_worker)

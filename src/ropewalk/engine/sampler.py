@@ -12,18 +12,23 @@ The order is fixed:
    the survivors, laid out in ascending order of their ids.
 
 Greedy choice is the argmax after step 1. Every tie goes to the lowest id. Nothing here depends on which other
-requests run: one row of logits goes in, one token comes out. Arithmetic after step 1 is float64.
-Log-probabilities (`logprob`) are of the raw distribution, before step 1.
+requests run: one row of logits goes in, one token comes out. Log-probabilities (`logprob`) are of the raw
+distribution, before step 1.
 
-No step sorts a large vocabulary: see `top_k` and `smallest_set`, which still find the exact sets.
+Probabilities are shares of whole numbers, the weights of `kernels.powers`: sums of them are exact in any order. That
+is why there can be two of everything with the same results to the last bit: this module, which is meant to be read
+and gives every intermediate distribution (`steps`), and `kernels.sampling`, which is meant to be fast. `choose` and
+`logprob` use the fast one, `choose_plainly` and `logprob_plainly` are the same from the parts of this module.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,18 +36,13 @@ from numpy.typing import NDArray
 
 from ropewalk.engine.draws import uniform
 from ropewalk.errors import GenerationError
+from ropewalk.kernels.powers import LOG2E, resolution, weights
 from ropewalk.params import SamplingParams
 
 Logits = NDArray[np.float32]
 Numbers = NDArray[np.float64]
-Indices = NDArray[np.int64]
-
-_GROUP = 64  # scores whose maximum stands for them in the search for the k-th largest
-_BLOCK = 512  # candidates that are summed together before a draw
-_NEAR = 8.0  # the border of a nucleus is usually among logits this near to the largest
-_SORTABLE = 2048  # and these are usually fewer than this
-_N_BUCKETS = 4096  # of logits up to
-_DEPTH = 64.0  # below the largest; the last one has all others
+Integers = NDArray[np.int64]
+Edit = tuple[str, Callable[[Logits], None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,29 +78,28 @@ class Candidates:
     largest : float
         The largest logit of all.
     temperature : float
+    bits : int
+        Of the largest weight; `resolution` of the vocabulary's size.
     """
 
-    ids: Indices
+    ids: Integers
     logits: Logits
     largest: float
     temperature: float
+    bits: int
 
     @property
-    def scores(self) -> Numbers:
-        """Logits below the largest one, divided by the temperature, float64 [c]; at most 0.
+    def exponents(self) -> Numbers:
+        """Binary logarithms of the probability relative to the largest one's, float64 [c]; at most 0.
 
         Subtracting first, and in float64, lets a tiny temperature overflow to probability 0, never to NaN.
         """
-        scores = np.subtract(self.logits, self.largest, dtype=np.float64)
-        with np.errstate(over="ignore"):
-            scores /= self.temperature
-        return scores
+        return np.subtract(self.logits, self.largest, dtype=np.float64) * (LOG2E / self.temperature)
 
     @cached_property
-    def weights(self) -> Numbers:
-        """Probabilities up to a common factor, float64 [c]; the largest is 1."""
-        scores = self.scores
-        return np.exp(scores, out=scores)
+    def weights(self) -> Integers:
+        """Probabilities up to a common factor, int64 [c]; the largest is 2**bits."""
+        return weights(self.exponents, self.bits)
 
     @property
     def probabilities(self) -> Numbers:
@@ -109,16 +108,16 @@ class Candidates:
 
     @property
     def entropy(self) -> float:
-        """Of the distribution, in nats: the logarithm of the weights' sum less the mean score."""
-        mean = np.sum(self.probabilities * np.where(self.weights > 0, self.scores, 0.0))
-        return float(np.log(self.weights.sum()) - mean)
+        """Of the distribution, in nats."""
+        shares = self.probabilities[self.weights > 0]
+        return max(0.0, -float(np.sum(shares * np.log(shares))))
 
-    def probabilities_of(self, ids: Indices) -> Numbers:
+    def probabilities_of(self, ids: Integers) -> Numbers:
         """Probabilities of some tokens; 0 for those that cannot be drawn."""
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
         return np.where(self.ids[at] == ids, self.probabilities[at], 0.0)
 
-    def keep(self, which: NDArray[np.bool_] | Indices) -> Candidates:
+    def keep(self, which: NDArray[np.bool_] | Integers) -> Candidates:
         """Those at `which`: a mask, or ascending indices."""
         return replace(self, ids=self.ids[which], logits=self.logits[which])
 
@@ -151,7 +150,7 @@ def choose(logits: Logits, params: SamplingParams, context: Context, *, seed: in
     Parameters
     ----------
     logits : float32 [vocab_size]
-        Raw logits; not changed. NaN counts as minus infinity, with a warning.
+        Raw logits; the same again when this returns. NaN counts as minus infinity, with a warning.
     position : int
         Position of the token to be drawn in its sequence, prompt included.
 
@@ -160,6 +159,30 @@ def choose(logits: Logits, params: SamplingParams, context: Context, *, seed: in
     GenerationError
         If no token can be drawn, because all logits are NaN or minus infinity.
     """
+    token = -1
+    with edited_in_place(logits, params, context) as after_edits:
+        if params.greedy:
+            return argmax(after_edits)
+        token = _draw_fast(after_edits, params, uniform(seed, position))
+    if token >= 0:
+        return token
+    return choose_plainly(logits, params, context, seed=seed, position=position)
+
+
+def _draw_fast(logits: Logits, params: SamplingParams, number: float) -> int:
+    """Draw in compiled code; negative for a row that it leaves to others: NaN, or no finite largest logit."""
+    from ropewalk.kernels.sampling import draw, workspace  # Numba: not before a token is drawn
+
+    logits, n = np.ascontiguousarray(logits, np.float32), len(logits)
+    shares = float(params.top_p), float(params.min_p), float(params.typical_p)  # one type, one compilation
+    knobs = (min(max(params.top_k, 0), n), *shares)
+    return int(draw(logits, knobs, LOG2E / params.temperature, resolution(n), number, workspace(n).arrays(n)))
+
+
+def choose_plainly(
+    logits: Logits, params: SamplingParams, context: Context, *, seed: int, position: int
+) -> int:
+    """Choose the token that `choose` does, knob after knob, without compiled code."""
     logits = edited(logits, params, context)
     if params.greedy:
         return argmax(logits)
@@ -195,9 +218,9 @@ def steps(logits: Logits, params: SamplingParams, context: Context) -> Iterator[
 # Edits of the logits, in place.
 
 
-def edits(params: SamplingParams, context: Context) -> list[tuple[str, Callable[[Logits], None]]]:
+def edits(params: SamplingParams, context: Context) -> list[Edit]:
     """Return the edits that are on, by name and in order."""
-    found: list[tuple[str, Callable[[Logits], None]]] = []
+    found: list[Edit] = []
     if context.allowed is not None:
         found.append(("constraint", partial(mask_excluded, allowed=context.allowed)))
     if params.logit_bias:
@@ -219,6 +242,24 @@ def edited(logits: Logits, params: SamplingParams, context: Context) -> Logits:
         for _, edit in found:
             edit(logits)
     return logits
+
+
+@contextmanager
+def edited_in_place(logits: Logits, params: SamplingParams, context: Context) -> Iterator[Logits]:
+    """Lend logits after all edits that are on, in a copy only if there is a constraint, and undo them afterwards."""
+    found = edits(params, context)
+    if not found or context.allowed is not None or not logits.flags.writeable:
+        yield edited(logits, params, context)
+        return
+    named = np.array([*params.logit_bias, *context.ends], dtype=np.int64)
+    touched = np.concatenate([named, context.prompt, context.output])
+    before = logits[touched]
+    try:
+        for _, edit in found:
+            edit(logits)
+        yield logits
+    finally:
+        logits[touched] = before
 
 
 def mask_excluded(logits: Logits, allowed: NDArray[np.bool_]) -> None:
@@ -259,21 +300,14 @@ def scaled(logits: Logits, temperature: float) -> Candidates:
     Logits of plus infinity share all probability.
     """
     logits = without_nan(logits)
-    largest = float(logits.max())
+    bits, largest = resolution(len(logits)), float(logits.max())
     if largest == np.inf:
         ids = np.flatnonzero(logits == np.inf)
-        return Candidates(ids, np.zeros(len(ids), dtype=np.float32), 0.0, temperature)
+        return Candidates(ids, np.zeros(len(ids), dtype=np.float32), 0.0, temperature, bits)
     if largest == -np.inf:
         raise GenerationError("no token can be drawn: every logit is NaN, minus infinity or masked")
-    everything = Candidates(_first_ids(len(logits)), logits, largest, temperature)
-    return everything if logits.min() > -np.inf else everything.keep(logits > -np.inf)
-
-
-@lru_cache(maxsize=8)
-def _first_ids(n: int) -> Indices:
-    ids = np.arange(n)
-    ids.flags.writeable = False
-    return ids
+    ids = np.flatnonzero(logits > -np.inf)
+    return Candidates(ids, logits[ids], largest, temperature, bits)
 
 
 def truncations(params: SamplingParams) -> list[tuple[str, Callable[[Candidates], Candidates]]]:
@@ -292,22 +326,7 @@ def truncations(params: SamplingParams) -> list[tuple[str, Callable[[Candidates]
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
     """Keep exactly the k most likely (all, if there are fewer); of those tied at the cut, the lowest ids."""
-    logits = candidates.logits
-    if k >= len(logits):
-        return candidates
-    high = np.flatnonzero(logits >= _bound_of_kth(logits, k))
-    cut = np.partition(logits[high], len(high) - k)[len(high) - k]
-    above, tied = high[logits[high] > cut], high[logits[high] == cut]
-    return candidates.keep(np.sort(np.concatenate([above, tied[: k - len(above)]])))
-
-
-def _bound_of_kth(logits: Logits, k: int) -> float:
-    """Return a number that the k-th largest logit is not below: the k-th largest of many groups' maxima."""
-    n_groups = len(logits) // _GROUP
-    if n_groups < k:
-        return float(logits.min())
-    maxima = logits[: n_groups * _GROUP].reshape(_GROUP, n_groups).max(axis=0)
-    return float(np.partition(maxima, n_groups - k)[n_groups - k])
+    return candidates.keep(np.sort(descending(candidates.logits)[:k]))
 
 
 def top_p(candidates: Candidates, mass: float) -> Candidates:
@@ -317,34 +336,35 @@ def top_p(candidates: Candidates, mass: float) -> Candidates:
 
 def min_p(candidates: Candidates, ratio: float) -> Candidates:
     """Keep tokens at least `ratio` times as likely as the most likely one (Nguyen et al. 2024)."""
-    return candidates.keep(candidates.weights >= ratio)
+    return candidates.keep(candidates.weights >= ratio * 2.0**candidates.bits)
 
 
 def typical_p(candidates: Candidates, mass: float) -> Candidates:
     """Keep the tokens whose surprise is nearest to the entropy, up to `mass`, and the most likely token.
 
     Locally typical sampling (Meister et al. 2023), which may drop the most likely token; here it stays.
-    Surprise minus entropy is the mean score minus the score.
+    Surprise minus entropy is the mean exponent minus the exponent. Both the parts of that mean's sum and the distances
+    are rounded, to whole numbers and to float32.
     """
-    distance = candidates.scores
-    distance -= np.sum(candidates.probabilities * distance)
-    keep = smallest_set(-np.abs(distance), candidates.weights, mass)
+    exponents = np.maximum(candidates.exponents, -candidates.bits - 1.0)  # those below weigh nothing
+    moments = np.rint(candidates.weights * exponents).astype(np.int64)
+    mean = float(moments.sum()) / float(candidates.weights.sum())
+    distances = np.abs(exponents - mean).astype(np.float32)
+    keep = smallest_set(-distances, candidates.weights, mass)
     keep[np.argmax(candidates.logits)] = True
     return candidates.keep(keep)
 
 
-def smallest_set(key: NDArray[Any], weights: Numbers, mass: float) -> NDArray[np.bool_]:
+def smallest_set(key: NDArray[Any], weights: Integers, mass: float) -> NDArray[np.bool_]:
     """Find the shortest prefix, in descending order of `key`, whose share of the weights reaches `mass`.
 
-    Ties in `key` go to the lowest index; the prefix has at least one element. Nothing large is sorted. Often
-    the border is among the few keys near the largest. Otherwise keys are counted into buckets: the masses of
-    whole buckets tell in which one the border lies, and only that one is sorted.
+    Ties in `key` go to the lowest index; the prefix has at least one element that weighs something.
 
     Parameters
     ----------
-    key : float32 or float64 [c]
+    key : float32 [c]
         What to sort by.
-    weights : float64 [c]
+    weights : int64 [c]
         Probabilities up to a common factor.
     mass : float in 0 ... 1
         Share to reach; reaching it exactly is enough.
@@ -354,50 +374,28 @@ def smallest_set(key: NDArray[Any], weights: Numbers, mass: float) -> NDArray[np
     bool [c]
         True for the elements of the prefix.
     """
-    missing = mass * weights.sum()
-    largest = key.max()
-    side = np.flatnonzero(key >= largest - _NEAR)
-    if len(side) <= _SORTABLE and weights[side].sum() >= missing:
-        keep = np.zeros(len(key), dtype=np.bool_)
-    else:
-        with np.errstate(over="ignore"):
-            depth = (largest - key) * key.dtype.type(_N_BUCKETS / _DEPTH)
-        bucket = np.minimum(depth, _N_BUCKETS - 1).astype(np.intp)
-        reached = np.cumsum(np.bincount(bucket, weights, _N_BUCKETS))
-        border = min(int(np.searchsorted(reached, missing)), int(bucket.max()))
-        missing -= reached[border - 1] if border else 0.0
-        keep = bucket < border
-        side = np.flatnonzero(bucket == border)
-    order = side[np.argsort(-key[side], kind="stable")]
-    reached = np.cumsum(weights[order])
-    keep[order[: int(np.searchsorted(reached, missing)) + 1]] = True
+    total = int(weights.sum())
+    need = max(1, min(total, math.ceil(mass * float(total))))
+    order = descending(key)
+    count = int(np.searchsorted(np.cumsum(weights[order]), need)) + 1
+    keep = np.zeros(len(key), dtype=np.bool_)
+    keep[order[:count]] = True
     return keep
+
+
+def descending(key: NDArray[Any]) -> Integers:
+    """Return the indices that sort by key, largest first, ties by index."""
+    return np.argsort(-key, kind="stable")
 
 
 # The choice.
 
 
 def draw(candidates: Candidates, number: float) -> int:
-    """Look up a number in [0, 1) in the cumulative distribution of the candidates, ids ascending.
-
-    In two levels: the block of candidates, then the candidate in it.
-    """
-    weights = candidates.weights
-    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK))
-    block, rest = _locate(blocks, number * blocks.sum())
-    index, _ = _locate(weights[block * _BLOCK : (block + 1) * _BLOCK], rest)
-    return int(candidates.ids[block * _BLOCK + index])
-
-
-def _locate(weights: Numbers, target: float) -> tuple[int, float]:
-    """Return the first index whose running sum exceeds the target, and how far into it the target lies.
-
-    Rounding may put the target at or past the end: then it is the last index of positive weight.
-    """
-    reached = np.cumsum(weights)
-    last = np.searchsorted(reached, reached[-1])
-    index = int(min(np.searchsorted(reached, target, side="right"), last))
-    return index, target - (float(reached[index - 1]) if index else 0.0)
+    """Look up a number in [0, 1) in the cumulative distribution of the candidates, ids ascending."""
+    reached = np.cumsum(candidates.weights)
+    target = int(number * float(reached[-1]))
+    return int(candidates.ids[np.searchsorted(reached, target, side="right")])
 
 
 def argmax(logits: Logits) -> int:
@@ -420,21 +418,55 @@ def without_nan(logits: Logits) -> Logits:
     return np.where(nan, np.float32(-np.inf), logits)
 
 
+# Log-probabilities.
+
+
 def logprob(logits: Logits, token: int, n_top: int) -> Logprob:
     """Return the log-probability of `token` and of the `n_top` most likely tokens under raw logits.
 
-    A token whose raw probability is 0 can only be chosen when `logit_bias` cannot reach it either, so
-    `logprob` of a chosen token is finite.
+    Raises
+    ------
+    GenerationError
+        If the model gave `token` no probability: its logit is NaN or minus infinity, or others are plus infinity and
+        were masked. Log-probabilities are finite.
     """
+    from ropewalk.kernels.sampling import survey, workspace
+
+    logits, n = np.ascontiguousarray(logits, np.float32), len(logits)
+    work = workspace(n)
+    total, largest, rank, count = survey(logits, token, min(n_top, n), resolution(n), work.arrays(n))
+    if total == 0 or logits[token] == -np.inf:
+        return logprob_plainly(logits, token, n_top)
+    log_total = _log_total(total, resolution(n))
+    kept = np.flatnonzero(work.weights[:count])
+    ids, values = work.ids[kept].astype(np.int64), work.values[kept]
+    return Logprob(
+        token, float(logits[token]) - largest - log_total, rank, _top(ids, values, largest, log_total)
+    )
+
+
+def logprob_plainly(logits: Logits, token: int, n_top: int) -> Logprob:
+    """Return what `logprob` does, without compiled code."""
     raw = scaled(logits, 1.0)
-    log_total = np.log(raw.weights.sum())
     chosen = raw.keep(raw.ids == token)
-    best = top_k(raw, n_top) if n_top else raw.keep(raw.ids[:0])
-    order = np.argsort(-best.logits, kind="stable")
-    log_p = best.scores - log_total
+    if len(chosen.ids) == 0:
+        raise GenerationError(
+            f"token {token} has no log-probability: its raw logit is {logits[token]:g}, the largest {logits.max():g}"
+        )
+    log_total = _log_total(int(raw.weights.sum()), raw.bits)
+    best = top_k(raw, n_top)
     return Logprob(
         token_id=token,
-        logprob=float(chosen.scores[0] - log_total),
+        logprob=float(chosen.logits[0]) - raw.largest - log_total,
         rank=1 + int(np.count_nonzero(raw.logits > chosen.logits[0])),
-        top=tuple((int(best.ids[i]), float(log_p[i])) for i in order),
+        top=_top(best.ids, best.logits, raw.largest, log_total),
     )
+
+
+def _log_total(total: int, bits: int) -> float:
+    """Natural logarithm of a sum of weights, where the most likely token counts as 1."""
+    return math.log(math.ldexp(total, -bits))
+
+
+def _top(ids: Integers, logits: Logits, largest: float, log_total: float) -> tuple[tuple[int, float], ...]:
+    return tuple((int(ids[i]), float(logits[i]) - largest - log_total) for i in descending(logits))
