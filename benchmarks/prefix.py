@@ -1,19 +1,104 @@
-"""What sharing a long beginning saves: requests with one prefix, with the prefix cache and without it.
+"""What sharing a long beginning saves: requests with one prefix, without the prefix cache, with it, and from disk.
 
     python benchmarks/prefix.py MODEL [--requests 32] [--prefix 1024]
 
-All requests arrive at once. Prints the mean time to the first token of both, in turns, and fails if a token differs.
+All requests arrive at once; each round has a prefix of its own. Prints the mean time to the first token
+
+- without the prefix cache,
+- with it, the prefix being new: the first request computes it,
+- with it, the prefix being known: it was asked for before,
+- in a new engine that finds it in `cache_dir`,
+
+and fails if a token differs. Then it prints what writing to `cache_dir` costs: the time of a decoding step of eight
+sequences, which fill eight pages every 16 steps, with and without it, in turns.
 """
 
 import argparse
 import statistics
-from contextlib import ExitStack
+import tempfile
+import time
+from itertools import pairwise
 
 from ropewalk import LLM, SamplingParams
 
 TEXT = (
     "A ropewalk is a long straight lane where strands of hemp were laid out before being twisted into rope. "
 )
+KINDS = ("without prefix cache", "new prefix", "known prefix", "prefix on disk")
+
+
+def compare(llm: LLM, options: argparse.Namespace, folder: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=options.decode, ignore_eos=True)
+    length = options.prefix + options.own + options.decode
+    sizes = {
+        "context_length": length,
+        "kv_tokens": options.max_batch * (length + 16),
+        "max_batch": options.max_batch,
+    }
+    words = llm.encode(TEXT * (options.prefix // 8 + options.requests))
+    waits: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for number in range(options.rounds + 1):  # the first one warms up, with few requests
+        n_requests = options.requests if number else 2
+        prefix = [words[number + 1], *words][: options.prefix]
+        prompts = [prefix + words[i + 1 : i + 1 + options.own] for i in range(n_requests)]
+        plain, cached, later = (
+            LLM.from_parts(llm.backend, llm.tokenizer, **sizes, **more)
+            for more in ({"prefix_cache": False}, {"cache_dir": folder}, {"cache_dir": folder})
+        )
+        tokens = []
+        for kind, one in zip(KINDS, (plain, cached, cached, later), strict=True):
+            if kind == "prefix on disk":
+                cached.driver.close()  # everything is written
+            outputs = one.generate(prompts, params)
+            tokens.append([output.token_ids for output in outputs])
+            if number:
+                waits[kind].append(statistics.mean(o.timings.time_to_first_token_s for o in outputs))
+        if any(each != tokens[0] for each in tokens):
+            raise SystemExit("a prefix hit changed a token")
+        n_disk = later.statistics().disk_tokens
+        for one in (plain, later):
+            one.driver.close()
+    print(
+        f"{options.requests} requests of {options.prefix} shared and {options.own} own tokens, {options.model}\n"
+    )
+    print("| | mean time to first token | |\n|---|---:|---:|")
+    first = statistics.median(waits[KINDS[0]])
+    for kind in KINDS:
+        seconds = statistics.median(waits[kind])
+        print(f"| {kind} | {seconds:.2f} s | {first / seconds:.1f} × |")
+    print(
+        f"\nAll generated tokens are equal; the last engine found {n_disk} tokens of its prompts on disk.\n"
+    )
+
+
+def cost_of_writing(llm: LLM, options: argparse.Namespace, folder: str) -> None:
+    """Decode eight sequences in turns with and without a folder to write to; a new seed each time, so all is new."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    written = 0
+    for number in range(2 * options.turns):
+        keeps = bool(number % 2)
+        more = {"cache_dir": folder} if keeps else {}
+        one = LLM.from_parts(
+            llm.backend, llm.tokenizer, context_length=256, kv_tokens=2048, max_batch=8, **more
+        )
+        engine = one.driver.engine
+        for i in range(8):
+            params = SamplingParams(seed=1000 * number + i, max_tokens=128, ignore_eos=True)
+            engine.add_request(llm.encode(f"Story {number} {i}:"), params)
+        stamps = []
+        while engine.has_unfinished:
+            engine.step()
+            stamps.append(time.perf_counter())
+        times[keeps] += [b - a for a, b in pairwise(stamps)]
+        one.driver.close()
+        written += one.statistics().pages_written if keeps else 0
+    page = llm.backend.page_bytes()
+    print(f"Decoding eight sequences; {written} pages of {page:,} bytes were written:\n")
+    print("| | median step | 90 % | 99 % | mean |\n|---|---:|---:|---:|---:|")
+    for keeps, name in ((False, "memory only"), (True, "with cache_dir")):
+        cuts = statistics.quantiles(times[keeps], n=100)
+        cells = (statistics.median(times[keeps]), cuts[89], cuts[98], statistics.mean(times[keeps]))
+        print(f"| {name} | {' | '.join(f'{1000 * cell:.2f} ms' for cell in cells)} |")
 
 
 def main() -> None:
@@ -23,47 +108,13 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=1024, help="tokens that all prompts share")
     parser.add_argument("--own", type=int, default=16, help="tokens of each prompt after them")
     parser.add_argument("--decode", type=int, default=8, help="tokens to generate for each")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=3, help="of decoding with and without writing")
     options = parser.parse_args()
-
-    params = SamplingParams(temperature=0, max_tokens=options.decode, ignore_eos=True)
-    length = options.prefix + options.own + options.decode
-    with ExitStack() as stack:
-        with_cache, without = (
-            stack.enter_context(
-                LLM(
-                    options.model,
-                    context_length=length,
-                    kv_tokens=options.max_batch * (length + 16),
-                    max_batch=options.max_batch,
-                    prefix_cache=prefix_cache,
-                )
-            )
-            for prefix_cache in (True, False)
-        )
-        words = with_cache.encode(TEXT * (options.prefix // 8 + options.requests))
-        waits: dict[str, list[float]] = {"with": [], "without": []}
-        for number in range(options.rounds + 1):  # the first one warms up
-            prefix = [words[number + 1], *words][: options.prefix]  # a new one each round
-            prompts = [prefix + words[i + 1 : i + 1 + options.own] for i in range(options.requests)]
-            tokens = []
-            for name, llm in (("with", with_cache), ("without", without)):
-                outputs = llm.generate(prompts, params)
-                tokens.append([output.token_ids for output in outputs])
-                if number:
-                    waits[name].append(statistics.mean(o.timings.time_to_first_token_s for o in outputs))
-            if tokens[0] != tokens[1]:
-                raise SystemExit("a prefix hit changed a token")
-        hit_rate = with_cache.statistics().hit_rate
-    ours, plain = (statistics.median(waits[name]) for name in ("with", "without"))
-    print(
-        f"{options.requests} requests of {options.prefix} shared and {options.own} own tokens, {options.model}"
-    )
-    print(
-        f"mean time to first token: {ours:.2f} s with the prefix cache, {plain:.2f} s without: {plain / ours:.1f} times"
-    )
-    print(f"{hit_rate:.0%} of the prompts' tokens were found; all generated tokens are equal")
+    with LLM(options.model) as llm, tempfile.TemporaryDirectory() as folder:
+        compare(llm, options, folder)
+        cost_of_writing(llm, options, folder)
 
 
 if __name__ == "__main__":
