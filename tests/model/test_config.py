@@ -288,3 +288,32 @@ def test_vocabulary_must_match_the_embedding(tiny):
     model.tensors["token_embd.weight"] = np.zeros(50, np.float32)
     with pytest.raises(CheckpointError, match=r"token_embd\.weight has shape \[50\]"):
         model.config()
+
+
+def test_layers_that_guess_further_tokens_are_passed_over(tiny):
+    """Their tensors may be of any kind: nothing of them is read."""
+    extra = {"blk.6.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)}
+    config = tiny("llama", {"nextn_predict_layers": 1}, **extra).config()
+    assert config.n_layers == 6
+    with pytest.raises(CheckpointError, match=r"llama\.nextn_predict_layers = 7"):
+        tiny("llama", {"nextn_predict_layers": 7}).config()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("embedding_scale", "x"), ("residual_scale", -1.0), ("logit_scale", math.inf)]
+)
+def test_absurd_scales_are_refused_by_their_key(tiny, key, value):
+    with pytest.raises(CheckpointError, match=f"llama.{key}".replace(".", r"\.")):
+        tiny("llama", {key: value}).config()
+    config = tiny("llama", {key: 0.5}).config()
+    assert getattr(config, key) == 0.5
+
+
+def test_a_family_that_needs_scales_is_refused_without(tiny):
+    model = tiny("llama")
+    model.metadata = {
+        key.replace("llama.", "minicpm."): "minicpm" if value == "llama" else value
+        for key, value in model.metadata.items()
+    }
+    with pytest.raises(CheckpointError, match=r"minicpm\.embedding_scale is missing"):
+        model.config()

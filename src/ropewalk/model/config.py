@@ -45,7 +45,12 @@ NORM_BIASES = frozenset(("attn_norm", "attn_norm_2", "ffn_norm", "output_norm"))
 MAX_SIZE = 2**31 - 1
 """Largest size, vocabulary or position: token ids and positions are int32 everywhere."""
 
-POOLINGS = ("", "mean", "cls", "last")  # by their number in GGUF; 4, which ranks, needs tensors that no family has
+POOLINGS = (
+    "",
+    "mean",
+    "cls",
+    "last",
+)  # by their number in GGUF; 4, which ranks, needs tensors that no family has
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,7 @@ class ModelConfig:
             pooling=POOLINGS[keys.integer("pooling_type", 0, low=0, high=len(POOLINGS) - 1)],
         )
         keys.check_the_rest()
-        check_tensors(config, tensors)
+        check_tensors(config, tensors, keys.integer("nextn_predict_layers", 0, low=0))
         return config
 
     @property
@@ -281,6 +286,9 @@ def _read_sizes(
     keys: _Keys, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, int]:
     n_layers = keys.integer("block_count", high=min(MAX_LAYERS, len(tensors)))
+    n_layers -= keys.integer(
+        "nextn_predict_layers", 0, low=0, high=n_layers - 1
+    )  # layers that guess further tokens
     hidden_size = keys.integer("embedding_length")
     n_heads = keys.integer("attention.head_count", high=2**16)
     n_kv_heads = keys.integer("attention.head_count_kv", n_heads, high=n_heads)
@@ -385,11 +393,19 @@ def _read_experts(
     if keys.has("expert_gating_func"):
         number = keys.integer("expert_gating_func", high=3)
         scoring = ("softmax", "sigmoid", "softmax of chosen")[number - 1]
-    shared = keys.integer("expert_shared_feed_forward_length", 0, low=0)
+    width = keys.integer("expert_feed_forward_length", ffn_size)
+    shared = width * keys.integer("expert_shared_count", 0, low=0, high=MAX_USED_EXPERTS)
+    shared = keys.integer("expert_shared_feed_forward_length", shared, low=0)
+    has_router = tuple(f"blk.{n}.ffn_gate_inp.weight" in tensors for n in range(n_layers))
+    n_dense = keys.integer("leading_dense_block_count", 0, low=0, high=n_layers)
+    if any(has_router[:n_dense]):
+        keys.refuse(
+            "leading_dense_block_count", n_dense, f"at most {has_router.index(True)}: that layer has a router"
+        )
     config = ExpertConfig(
         n_experts=n_experts,
         n_used=keys.integer("expert_used_count", high=min(n_experts, MAX_USED_EXPERTS)),
-        ffn_size=keys.integer("expert_feed_forward_length", ffn_size),
+        ffn_size=width,
         shared_ffn_size=shared or (ffn_size if rule.shared_gate else 0),
         scoring=scoring,
         normalise=normalise,
@@ -397,7 +413,7 @@ def _read_experts(
         weight_scale=keys.scale("expert_weights_scale", 1.0),
         selection_bias=any(name.endswith("exp_probs_b.bias") for name in tensors),
     )
-    return config, tuple(f"blk.{n}.ffn_gate_inp.weight" in tensors for n in range(n_layers))
+    return config, has_router
 
 
 def _first_norm(names: tuple[str, ...], tensors: Mapping[str, TensorInfo]) -> str:
@@ -446,9 +462,13 @@ def _read_biases(family: Family, tensors: Mapping[str, TensorInfo]) -> frozenset
     return frozenset(needed | (found & allowed))
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse missing tensors, wrong shapes and tensors that would change the result; warn of other extras."""
+def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], n_unused_layers: int = 0) -> None:
+    """Refuse missing tensors, wrong shapes and tensors that would change the result; warn of other extras.
+
+    Those of `n_unused_layers` layers after the last are passed over.
+    """
     expected = tensor_shapes(config)
+    unused = tuple(f"blk.{config.n_layers + i}." for i in range(n_unused_layers))
     for name, shape in expected.items():
         if name not in tensors:
             raise CheckpointError(f"tensor {name} is missing")
@@ -461,6 +481,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> Non
         if name in expected:
             continue
         kind = name.split(".", 2)[2] if name.startswith("blk.") and name.count(".") >= 2 else name
+        if name.startswith(unused):
+            continue
         if kind in UNIMPLEMENTED_TENSORS or kind.endswith((".bias", ".scale")):
             raise UnsupportedModelError(
                 f"tensor {name} is not supported in architecture {config.architecture}"
