@@ -1,4 +1,4 @@
-"""Where the time of a step goes: member 0 of the team notes on a log when each phase ends.
+"""Where the time of a step goes: when each phase ended for member 0 of the team, and for the whole team.
 
 The log is an int64 array, whose address stands in the job table while somebody wants to know; with no address, a
 phase costs one load and one branch more, and nothing that is computed depends on it:
@@ -6,8 +6,9 @@ phase costs one load and one branch more, and nothing that is computed depends o
     [entries, capacity, part, seconds, nanoseconds, part, seconds, nanoseconds, ...]
 
 An entry says that `part` ended at that moment of POSIX's monotonic clock, the one of `time.perf_counter`. It began at
-the entry before it. What member 0 waits for the others at a barrier is a part of its own. A log that is full takes no
-more entries.
+the entry before it. What member 0 waits for the others at a barrier is a part of its own, and ends when the last one
+comes, who writes it down: member 0 itself may notice later, when the next phase is half done without it. A log that is
+full takes no more entries.
 """
 
 import time
@@ -18,7 +19,7 @@ from numba.extending import intrinsic
 
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.simd import I32, I64, emit_call, load_i64, store_i64
-from ropewalk.kernels.sync import barrier
+from ropewalk.kernels.sync import GENERATION, atomic_load, is_last, release, wait_for_release
 from ropewalk.kernels.tables import Job
 
 # A new part gets the next number, and its name the same place in PARTS.
@@ -67,12 +68,15 @@ def lap(job, part):
 
 @inline
 def meet(tid, words, n_threads, job, part):
-    """The end of a phase: a barrier, and two entries in the log."""
+    """The end of a phase: a barrier, and two entries in the log: as member 0 comes, and as the last one has come."""
     if tid == 0:
         lap(job, part)
-    barrier(tid, words, n_threads)
-    if tid == 0:
+    generation = atomic_load(words, GENERATION)
+    if is_last(words, n_threads):
         lap(job, WAIT)
+        release(words)
+    else:
+        wait_for_release(tid, words, generation)
 
 
 def new_log(n_layers: int) -> np.ndarray:

@@ -130,20 +130,39 @@ def _now(words):
 
 
 @inline
-def barrier(tid, words, n_threads):
-    """Wait for the whole team; the last to arrive resets the work counters. Member 0 keeps account of long waits."""
-    generation = atomic_load(words, GENERATION)
-    if atomic_add(words, ARRIVED, 1) == n_threads - 1:
-        for c in range(N_COUNTERS):
-            atomic_swap(words, COUNTERS + LINE * c, 0)
-        atomic_swap(words, ARRIVED, 0)
-        atomic_add(words, GENERATION, 1)
-    elif wait_while(words, GENERATION, generation, SPINS_BEFORE_YIELD) == generation:
+def is_last(words, n_threads):
+    """Arrive at a barrier; True for the last of the team, who has to `release` the others."""
+    return atomic_add(words, ARRIVED, 1) == n_threads - 1
+
+
+@inline
+def release(words):
+    """Reset the work counters and let the team go on."""
+    for c in range(N_COUNTERS):
+        atomic_swap(words, COUNTERS + LINE * c, 0)
+    atomic_swap(words, ARRIVED, 0)
+    atomic_add(words, GENERATION, 1)
+
+
+@inline
+def wait_for_release(tid, words, generation):
+    """Wait until the last one has come. Member 0 keeps account of long waits."""
+    if wait_while(words, GENERATION, generation, SPINS_BEFORE_YIELD) == generation:
         start = _now(words) if tid == 0 else 0
         while atomic_load(words, GENERATION) == generation:
             yield_core()
         if tid == 0:
             words[WAITED] += _now(words) - start
+
+
+@inline
+def barrier(tid, words, n_threads):
+    """Wait for the whole team; the last to arrive resets the work counters."""
+    generation = atomic_load(words, GENERATION)
+    if is_last(words, n_threads):
+        release(words)
+    else:
+        wait_for_release(tid, words, generation)
 
 
 @inline
