@@ -592,6 +592,35 @@ class TestResponses:
         assert [len(item.top_logprobs) for item in part.logprobs] == [2, 2, 2]
 
 
+class TestEmbeddings:
+    def test_they_are_the_library_s(self, client, smol):
+        """The client asks for base64 by itself."""
+        texts = ["A rope.", "A ropewalk is a long lane."]
+        expected = smol.llm.embed(texts)
+        for options in ({}, {"encoding_format": "float"}, {"dimensions": 576}):
+            answer = client.embeddings.create(model="smol", input=texts, **options)
+            assert [item.index for item in answer.data] == [0, 1]
+            assert np.array_equal(np.array([item.embedding for item in answer.data], np.float32), expected)
+            assert answer.usage.prompt_tokens == sum(len(smol.llm.encode(text)) for text in texts)
+        ids = smol.llm.encode(texts[0])
+        for one in (texts[0], ids, [ids]):
+            (item,) = client.embeddings.create(model="smol", input=one).data
+            assert np.array_equal(np.array(item.embedding, np.float32), expected[0])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"input": "a", "dimensions": 64}, "dimensions is 64; this model has 576"),
+            ({"input": []}, "input is empty"),
+            ({"input": [""]}, "no tokens"),
+            ({"input": "a b " * 2000}, "at most 1024"),
+        ],
+    )
+    def test_what_cannot_be(self, client, options, message):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.embeddings.create(model="smol", **options)
+
+
 class TestTokens:
     def test_there_and_back(self, smol):
         text = "Grüße, 世界! 😀"

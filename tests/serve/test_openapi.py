@@ -53,7 +53,14 @@ def test_what_is_described(smol):
     described = smol.get("/openapi.json").json()
     assert described == document(["smol", "gpt-4o"])
     assert set(described["paths"]) == {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/models/{model}"),
+        *(
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/v1/models",
+            "/v1/models/{model}",
+        ),
         *("/tokenize", "/detokenize", "/health", "/metrics", "/version", "/openapi.json"),
     }
     served = {route.path.replace(":path", "") for route in smol.endpoints.routes()}

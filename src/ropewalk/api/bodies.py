@@ -156,6 +156,23 @@ class CompletionBody(TypedDict):
     usage: NotRequired[Usage | None]
 
 
+class EmbeddingBody(TypedDict):
+    """One vector: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsBody(TypedDict):
+    """Of /v1/embeddings."""
+
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingBody]
+    usage: dict[str, int]
+
+
 class TokenizeBody(TypedDict):
     """Of /tokenize."""
 

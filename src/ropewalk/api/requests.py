@@ -284,9 +284,14 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> list[str | TokenIds]:
         """The prompts, each a text or token ids."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return _several(self.prompt)
+
+
+def _several(prompts: str | list[str] | TokenIds | list[TokenIds]) -> list[str | TokenIds]:
+    """One prompt, or several, as a list of them."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 # The others.
@@ -298,8 +303,23 @@ class EmbeddingRequest(Body):
     model: str | None = None
     input: str | list[str] | TokenIds | list[TokenIds]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Only what the model has: vectors are not shortened."
+    )
+    user: str | None = Field(default=None, description="Written to the access log.")
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        if not self.input:
+            raise ValueError("input is empty")
+        if len(self.texts) > 2048:
+            raise ValueError("input is a list of more than 2048 texts")
+        return self
+
+    @property
+    def texts(self) -> list[str | TokenIds]:
+        """The inputs, each a text or token ids."""
+        return _several(self.input)
 
 
 class TokenizeRequest(Body):

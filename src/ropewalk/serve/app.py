@@ -18,6 +18,7 @@ from ropewalk import __version__
 from ropewalk.api.bodies import DetokenizeBody, ModelsBody, TokenizeBody
 from ropewalk.api.body import checked
 from ropewalk.api.chat import Conversation
+from ropewalk.api.embeddings import EmbeddingTask
 from ropewalk.api.errors import ApiError, as_api_error
 from ropewalk.api.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from ropewalk.api.tasks import Task, make_task
@@ -66,7 +67,7 @@ class Endpoints:
     def routes(self) -> list[Route]:
         """All of them."""
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = dict.fromkeys(GENERATING, self.generate)
-        posts |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        posts |= {"/v1/embeddings": self.embed, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
         gets = {
             "/v1/models": self.list_models,
             "/v1/models/{model:path}": self.one_model,
@@ -111,6 +112,17 @@ class Endpoints:
             raise as_api_error(error) from error
         self.running.check(task)
         return task
+
+    async def embed(self, request: Request) -> Response:
+        """Texts to vectors, one after the other, so that answers go on between them."""
+        body = await self._body(request)
+        task = await self._in_thread(EmbeddingTask, body, self.models.find)
+        served = self.models.get(body.get("model"))
+        record = request.scope["ropewalk.log"]
+        record |= {"model": task.model, **({"user": task.user[:64]} if task.user else {})}
+        answer = await while_connected(request.receive, self.running.embed(task, served))
+        record["prompt_tokens"] = answer["usage"]["prompt_tokens"]
+        return JSONResponse(answer)
 
     # Tokens.
 

@@ -10,13 +10,20 @@ from pydantic.json_schema import models_json_schema
 
 from ropewalk import __version__
 from ropewalk.api import bodies
-from ropewalk.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ropewalk.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from ropewalk.api.responses import ResponseRequest
 
 POSTS: dict[str, tuple[str, type[BaseModel], Any, Any]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, bodies.ChatBody, bodies.ChatChunk),
     "/v1/completions": ("Continue prompts", CompletionRequest, bodies.CompletionBody, bodies.CompletionBody),
     "/v1/responses": ("Answer a conversation, newer shape", ResponseRequest, None, None),
+    "/v1/embeddings": ("Texts to vectors", EmbeddingRequest, bodies.EmbeddingsBody, None),
     "/tokenize": ("Text or messages to token ids", TokenizeRequest, bodies.TokenizeBody, None),
     "/detokenize": ("Token ids to text", DetokenizeRequest, bodies.DetokenizeBody, None),
 }

@@ -19,6 +19,7 @@ from ropewalk.errors import GenerationError
 from ropewalk.outputs import RequestOutput, StreamChunk
 
 if TYPE_CHECKING:
+    from ropewalk.api.embeddings import EmbeddingTask
     from ropewalk.async_engine import AsyncEngine, AsyncStream
     from ropewalk.serve.metrics import Metrics
     from ropewalk.serve.models import Served
@@ -101,6 +102,18 @@ class Running:
         if limit is None or job.params.max_tokens is not None:
             return job.params
         return replace(job.params, max_tokens=limit)
+
+    async def embed(self, task: EmbeddingTask, served: Served) -> Any:
+        """Make the vectors of a task and return its body; raises ApiError."""
+        most = self._options.max_prompt_tokens
+        if most is not None and max(map(len, task.texts)) > most:
+            raise ApiError(
+                f"a text has {max(map(len, task.texts))} tokens; this server allows {most}", param="input"
+            )
+        with told_as_api_errors(served.engine), served.place(1):
+            async with self.limited():
+                vectors = [(await asyncio.to_thread(task.llm.embed, [text]))[0] for text in task.texts]
+            return task.body(vectors)
 
     def begin(self, task: Task, served: Served) -> Streaming:
         """Queue a task whose events are wanted; raises ApiError while there can still be a status."""

@@ -1,0 +1,51 @@
+"""/v1/embeddings: texts to vectors. Not a `Task`, since nothing is generated: `texts` go to `LLM.embed` one by one."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ropewalk.api.bodies import EmbeddingBody, EmbeddingsBody
+from ropewalk.api.body import checked
+from ropewalk.api.errors import ApiError
+from ropewalk.api.requests import EmbeddingRequest
+from ropewalk.api.tasks import Find
+
+
+class EmbeddingTask:
+    """One request.
+
+    Attributes
+    ----------
+    model, llm, user
+        As in `Task`.
+    texts : list of token ids
+    """
+
+    def __init__(self, body: dict[str, Any], find: Find) -> None:
+        request = checked(EmbeddingRequest, body)
+        self.model, self.llm = find(request.model)
+        self.user = request.user
+        width = self.llm.config.hidden_size
+        if request.dimensions not in (None, width):
+            raise ApiError(f"dimensions is {request.dimensions}; this model has {width}", param="dimensions")
+        self._base64 = request.encoding_format == "base64"
+        self.texts = [self.llm.encode(text) if isinstance(text, str) else text for text in request.texts]
+
+    def body(self, vectors: Sequence[np.ndarray[Any, np.dtype[np.float32]]]) -> EmbeddingsBody:
+        """The answer; a float32 vector [hidden_size] for each text."""
+        data: list[EmbeddingBody] = [
+            {"object": "embedding", "index": i, "embedding": self._encoded(vector)}
+            for i, vector in enumerate(vectors)
+        ]
+        n_tokens = sum(map(len, self.texts))
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "model": self.model, "data": data, "usage": usage}
+
+    def _encoded(self, vector: np.ndarray[Any, np.dtype[np.float32]]) -> list[float] | str:
+        if self._base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return [float(value) for value in vector]
