@@ -5,6 +5,8 @@ ROPEWALK_SCHEDULES sets how many schedules are tried; each has up to 60 actions,
 
 import dataclasses
 import os
+import tempfile
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ropewalk.engine.engine import Engine
+from ropewalk.engine.persist import PageStore
 from ropewalk.engine.sampler import Context, choose, logprob
 from ropewalk.errors import InvalidParameterError
 from ropewalk.params import SamplingParams
@@ -125,21 +128,26 @@ def test_d3_randomised_schedules_equal_each_request_alone(toy, data):
     play(toy, data)
 
 
+@given(st.data())
+@settings(max_examples=SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+def test_d3_randomised_schedules_with_pages_on_disk_equal_each_request_alone(toy, data):
+    """Pages that the small pool forgets come back from a folder; what is written is there at once."""
+    with tempfile.TemporaryDirectory() as folder, patch.object(PageStore, "_put", PageStore._do):
+        engine = play(toy, data, cache_dir=folder, prefix_cache=True, keep_cache=True)
+        engine.close()
+
+
 def play(toy, data, **options):
     """Play a schedule, and return its engine; `options` are of the engine."""
     max_batch = data.draw(st.integers(1, 6))
     backend = toy()
-    engine = Engine(
-        backend,
-        context_length=CONTEXT,
-        kv_tokens=data.draw(st.integers(CONTEXT, 200)),
-        end_ids=[END],
-        max_batch=max_batch,
-        token_budget=data.draw(st.integers(max_batch, 80)),
-        prefix_cache=data.draw(st.sampled_from([True, True, True, False])),
-        keep_cache=data.draw(st.sampled_from([True] * 7 + [False])),
-        **options,
-    )
+    chosen = {
+        "kv_tokens": data.draw(st.integers(CONTEXT, 200)),
+        "token_budget": data.draw(st.integers(max_batch, 80)),
+        "prefix_cache": data.draw(st.sampled_from([True, True, True, False])),
+        "keep_cache": data.draw(st.sampled_from([True] * 7 + [False])),
+    }
+    engine = Engine(backend, context_length=CONTEXT, end_ids=[END], max_batch=max_batch, **(chosen | options))
     if engine.prefix_cache and data.draw(st.booleans()):
         engine.scheduler.tables.prefix._hash_of = lambda parent, block: b"1"
     asked, aborted = [], set()

@@ -208,12 +208,16 @@ class PageStore:
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
-            elif isinstance(item, Mark):
-                self._touch(item.keys)
             else:
-                self._write(item)
-                with self._lock:
-                    self._pending_bytes -= item.contents.nbytes
+                self._do(item)
+
+    def _do(self, item: Record | Mark) -> None:
+        if isinstance(item, Mark):
+            self._touch(item.keys)
+        else:
+            self._write(item)
+            with self._lock:
+                self._pending_bytes -= item.contents.nbytes
 
     def _write(self, record: Record) -> None:
         if time.monotonic() < self._refused_until:
