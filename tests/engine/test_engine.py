@@ -107,6 +107,26 @@ class TestTokens:
             assert backend.batch_sizes == sizes
 
 
+class TestBatches:
+    def test_d1_sequences_of_different_lengths_have_positions_of_their_own(self, toy):
+        """There is no padding: lengths 3 and 5 are eight tokens, and decoding goes on at 3 and at 5."""
+        seen = []
+
+        class Watched(toy):
+            def forward(self, batch, cache):
+                seen.append((batch.positions.tolist(), batch.sequences.tolist(), batch.logit_rows.tolist()))
+                return super().forward(batch, cache)
+
+        engine = engine_of(Watched(), kv_tokens=128)
+        short, long = engine.add_request([1, 2, 3], GREEDY), engine.add_request([1, 2, 3, 4, 5], GREEDY)
+        run(engine)
+        assert seen[0] == ([0, 1, 2, 0, 1, 2, 3, 4], [0] * 3 + [1] * 5, [2, 7])
+        assert seen[1] == ([3, 5], [0, 1], [0, 1])
+        assert seen[2] == ([4, 6], [0, 1], [0, 1])
+        assert short.output == by_hand(toy, [1, 2, 3], 20)
+        assert long.output == by_hand(toy, [1, 2, 3, 4, 5], 20)
+
+
 class TestEndings:
     def test_max_tokens(self, toy):
         request = alone(toy, [1, 2], GREEDY)
