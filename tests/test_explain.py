@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from ropewalk import LLM, SamplingParams
-from ropewalk.engine.trace import Candidate, Stage, StepTrace, TokenTrace, Trace
+from ropewalk.engine.trace import StepTrace, Trace
 from ropewalk.errors import InvalidParameterError, PromptError
-from ropewalk.explain import Story, _one_a_step, explain
+from ropewalk.explain import Story, Sweep, explain
 
 
 def step(number, phase="decode", n_tokens=1, ms=1.0, n_bytes=1_000_000):
     """A step of `ms` milliseconds of `qkv` and then as much again for the trace."""
-    ends = np.array([ms * 1e6, 2 * ms * 1e6], np.int64)
+    start_ns = 10_000_000 * number
+    ends = start_ns + np.array([ms * 1e6, 2 * ms * 1e6], np.int64)
     return StepTrace(
         number,
         phase,
@@ -29,44 +30,34 @@ def step(number, phase="decode", n_tokens=1, ms=1.0, n_bytes=1_000_000):
         weight_bytes={"qkv": n_bytes - 100},
         cache_read_bytes=100,
         cache_written_bytes=10,
-        start_ns=0,
+        start_ns=start_ns,
         parts=("qkv", "trace"),
         ends_ns=ends,
     )
 
 
-def token(step):
-    return TokenTrace(7, step.number, (Stage("raw", 1, 0.0),), (Candidate(7, (1.0,)),), step)
-
-
-def story(steps, speeds):
+def story(steps, sweeps):
     output = SimpleNamespace(trace=Trace(tuple(steps), ()))
-    return Story(output, SamplingParams(), {}, {}, tuple(speeds))
+    return Story(output, SamplingParams(), {}, {}, tuple(Sweep(*sweep) for sweep in sweeps))
 
 
 def test_a_step_is_compared_with_the_best_of_the_sweeps_around_it():
-    """Two before it and two after it: those before step i are speeds 0 ... i, those after it i + 1 and on."""
+    """The two measured last before it began, and the two after that; steps begin at 0, 10, 20, 30 ms."""
     steps = [step(i) for i in range(4)]
-    s = story(steps, [9e9, 1e9, 2e9, 8e9, 1e9])
-    assert s.bounds == [9e9, 9e9, 8e9, 8e9]
+    s = story(
+        steps,
+        [(-5, 3e9), (-1, 1e9), (5_000_000, 2e9), (15_000_000, 8e9), (16_000_000, 1e9), (40_000_000, 4e9)],
+    )
+    assert s.bounds == [8e9, 8e9, 8e9, 8e9]
+    s = story(steps, [(-5, 9e9), (15_000_000, 2e9), (25_000_000, 1e9), (35_000_000, 3e9)])
+    assert s.bounds == [9e9, 9e9, 9e9, 3e9]
     assert s.shares == [pytest.approx(1e9 / bound) for bound in s.bounds]  # 1 MB in 1 ms
-
-
-def test_steps_that_draw_nothing_share_the_first_sweeps():
-    steps = [step(0, "prefill", 16), step(1, "prefill", 16), step(2, "prefill", 4), step(3)]
-    assert story(steps, [1e9, 2e9, 3e9]).bounds == [3e9, 3e9, 3e9, 3e9]
-    assert story(steps, [4e9, 2e9, 3e9]).bounds == [4e9] * 4
-
-
-def test_a_step_that_draws_several_tokens_has_one_speed():
-    a, b = step(0), step(1)
-    output = SimpleNamespace(trace=Trace((a, b), (token(a), token(a), token(b))))
-    assert _one_a_step([5.0, 1.0, 3.0, 2.0], output) == (5.0, 3.0, 2.0)
+    assert story(steps, [(-5, 7e9)]).bounds == [7e9] * 4
 
 
 def test_totals_of_a_phase():
     steps = [step(0, "prefill", 10, ms=4), step(1, ms=1), step(2, ms=2), step(3, ms=5)]
-    s = story(steps, [1e9] * 5)
+    s = story(steps, [(0, 1e9)])
     assert s.phase("prefill")["tokens_per_s"] == pytest.approx(10 / 4e-3)
     decode = s.phase("decode")
     assert (decode["steps"], decode["tokens"], decode["read_bytes"]) == (3, 3, 3_000_000)
@@ -75,7 +66,7 @@ def test_totals_of_a_phase():
     assert decode["bytes_per_s"] == pytest.approx(5e8)
     assert decode["bound_share"] == pytest.approx(0.5)
     assert s.part_s("decode") == {"qkv": pytest.approx(8e-3)}
-    assert story(steps[:1], [1e9] * 2).phase("decode") == {}
+    assert story(steps[:1], [(0, 1e9)]).phase("decode") == {}
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +87,11 @@ def test_a_real_generation(real, llm):
     assert len(output.outputs) == 1
     assert len(output.token_ids) == 6
     assert [s.phase for s in real.trace.steps] == ["prefill"] * 3 + ["decode"] * 5
-    assert len(real.speeds) == 1 + 6
+    assert real.sweeps[0].at_ns < real.trace.steps[0].start_ns
+    assert real.sweeps[-1].at_ns > int(real.trace.steps[-1].ends_ns[-1])
     assert real.model["cache_token_bytes"] == 23_040
     assert real.model["weight_bytes"] == llm.backend.weights.n_bytes
-    assert all(1e8 < speed < 1e13 for speed in real.speeds)
+    assert all(1e8 < sweep.bytes_per_s < 1e13 for sweep in real.sweeps)
     assert all(share > 0 for share in real.shares)
 
 

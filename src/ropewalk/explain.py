@@ -1,19 +1,20 @@
 """A real generation, told: every step beside what the machine's memory allows, and every draw.
 
-The bound is measured with the model's own weights, read by the same threads and for nothing else
-(`CpuBackend.read_bandwidth`), before the first step and after every one, because on a shared machine it changes from
-second to second. A step is compared with the best of the sweeps around it.
+The bound is measured with the model's own weights, read by as many threads and for nothing else
+(`CpuBackend.read_bandwidth`): before the first step, after the last one, and now and then between them, because on a
+shared machine it changes from second to second. A step is compared with the best of the sweeps around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ropewalk.backend.base import PAGE_SIZE
-from ropewalk.engine.trace import StepTrace, Trace
+from ropewalk.backend.base import PAGE_SIZE, now_ns
+from ropewalk.engine.trace import Trace
 from ropewalk.errors import GenerationError
 from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from ropewalk.llm import LLM, Conversation, Prompt
 
 N_SWEEPS = 3
-NEAR = 2  # steps on either side whose sweeps count
+PAUSE_S = 0.1  # between sweeps, at least; and twice as long as they took
+NEAR = 2  # measurements on either side of a step that count
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A measurement of the bound: when, on the clock of the trace, and bytes per second."""
+
+    at_ns: int
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -36,15 +46,15 @@ class Story:
     params : SamplingParams
     model, machine : dict
         Facts that the figures hold for, as JSON values.
-    speeds : tuple of float
-        Bytes per second at which the weights could be read: before the first step that drew a token, and after each.
+    sweeps : tuple of Sweep
+        How fast the weights could be read, in order of time; at least one.
     """
 
     output: RequestOutput
     params: SamplingParams
     model: dict[str, Any]
     machine: dict[str, Any]
-    speeds: tuple[float, ...]
+    sweeps: tuple[Sweep, ...]
 
     @property
     def trace(self) -> Trace:
@@ -55,9 +65,9 @@ class Story:
     @property
     def bounds(self) -> list[float]:
         """For each step, the best of the sweeps near it, in bytes per second."""
-        first = len(self.trace.steps) - len(self.speeds) + 1  # earlier steps drew nothing
-        places = [max(0, i - first) for i in range(len(self.trace.steps))]
-        return [max(self.speeds[max(0, i + 1 - NEAR) : i + 1 + NEAR]) for i in places]
+        times = [sweep.at_ns for sweep in self.sweeps]
+        places = [bisect_left(times, step.start_ns) for step in self.trace.steps]
+        return [max(s.bytes_per_s for s in self.sweeps[max(0, i - NEAR) : i + NEAR]) for i in places]
 
     @property
     def shares(self) -> list[float]:
@@ -113,7 +123,7 @@ class Story:
         return {
             "model": self.model,
             "machine": self.machine,
-            "read_bandwidth_bytes_per_s": list(self.speeds),
+            "read_bandwidth_bytes_per_s": [sweep.bytes_per_s for sweep in self.sweeps],
             "prompt": self.output.prompt,
             "prompt_token_ids": self.output.prompt_token_ids,
             "text": self.output.text,
@@ -145,41 +155,29 @@ def explain(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams) -> 
     GenerationError
         If the generation fails.
     """
-    from dataclasses import replace
-
     params = replace(params, n=1, trace=5 if params.trace is None else params.trace)
     is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     stream: Any = llm.stream_chat if is_chat else llm.stream
     chunks = stream(prompt, params)
-    speeds = [_read_speed(llm)]
-    output = None
+    sweeps = [measured(llm)]
+    output, due_ns = None, 0
     for chunk in chunks:
-        speeds.append(_read_speed(llm))
         output = chunk.output
+        if output is not None or now_ns() >= due_ns:
+            began_ns = now_ns()
+            sweeps.append(measured(llm))
+            took_s = (now_ns() - began_ns) / 1e9
+            due_ns = now_ns() + int(1e9 * max(PAUSE_S, 2 * took_s))
     if output is None:
         raise GenerationError("the generation ended without an output")
-    return Story(
-        output, params, model_facts(llm, output.trace), machine_facts(llm), _one_a_step(speeds, output)
-    )
+    return Story(output, params, model_facts(llm, output.trace), machine_facts(llm), tuple(sweeps))
 
 
-def _read_speed(llm: LLM) -> float:
+def measured(llm: LLM) -> Sweep:
+    """How fast the weights can be read just now."""
     backend: Any = llm.backend
-    return float(backend.read_bandwidth(N_SWEEPS))
-
-
-def _one_a_step(speeds: Sequence[float], output: RequestOutput) -> tuple[float, ...]:
-    """The best of the sweeps after the chunks of each step: with drafts a step may draw several tokens."""
-    found = [speeds[0]]
-    last: StepTrace | None = None
-    assert output.trace is not None
-    for token, speed in zip(output.trace.tokens, speeds[1:], strict=True):
-        if token.step is last:
-            found[-1] = max(found[-1], speed)
-        else:
-            found.append(speed)
-        last = token.step
-    return tuple(found)
+    at_ns = now_ns()
+    return Sweep(at_ns, float(backend.read_bandwidth(N_SWEEPS)))
 
 
 def model_facts(llm: LLM, trace: Trace | None) -> dict[str, Any]:

@@ -149,7 +149,8 @@ def facts(story: Story, machine: Machine) -> dict[str, str]:
     """What the figures hold for."""
     m, c = story.model, story.machine
     elements = f"{m['layers']} layers x {m['kv_heads']} KV heads x {m['head_dim']} x 2 (keys, values)"
-    low, high = min(story.speeds), max(story.speeds)
+    speeds = [sweep.bytes_per_s for sweep in story.sweeps]
+    low, high = min(speeds), max(speeds)
     return {
         "model": f"{one_line(m['name'])} ({m['architecture']}): {m['layers']} layers, {m['heads']} heads, "
         f"vocabulary {m['vocab_size']:,}",
