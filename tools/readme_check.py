@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,7 +53,7 @@ def examples(readme: str) -> list[Example]:
             end_of_last = match.end()
             continue
         end_of_last = -1
-    for example, follows in zip(found, [*found[1:], None], strict=True):
+    for example, follows in zip_longest(found, found[1:]):
         lines = readme.splitlines()[example.line - 1 : follows.line - 1 if follows else None]
         shown = (f"docs/{path}" for path in PICTURE.findall("\n".join(lines)))
         example.pictures = [path for path in shown if path in example.body]

@@ -23,9 +23,9 @@ def test_plain_numbers_and_a_described_machine(ropewalk):
     assert "memory 74.5 GiB (80.0 GB), reads 2.00 TB/s, arithmetic 312 Top/s" in result.stdout
     assert "256.000 GiB*" in result.stdout
     assert "largest batch of 4,096 tokens each: 30" in result.stdout
-    assert "before the cache counts arithmetic binds from a batch of 157" in result.stdout
+    assert "of the shortest sequences arithmetic binds from a batch of 157" in result.stdout
     assert "at 4,096 tokens memory binds every batch" in result.stdout
-    assert "7.82 ms  127.8 m" in result.stdout
+    assert "7.82 ms, 128 tok/s" in result.stdout
 
 
 def test_json_has_numbers_without_units(ropewalk):

@@ -195,9 +195,7 @@ def show(plan: Plan) -> None:
 
     if plan.free_bytes is not None:
         say("\n" + _fits(plan))
-    say(
-        "\ndecode at best: time of a step, tokens a second over the batch, what binds (m memory, a arithmetic)"
-    )
+    say("\ndecode at best: time of a step, tokens over the batch (a: bound by arithmetic, else by memory)")
     say(_table(plan, "context", lambda c, b: _bound_cell(plan, c, b)))
     say(_takeover(plan))
     say("\nprefill at best: time to the first token")
@@ -284,7 +282,8 @@ def _bound_cell(plan: Plan, context: int, batch: int) -> str:
     from ropewalk.plan.units import duration
 
     bound = plan.decode(context, batch)
-    return f"{duration(bound.seconds)}  {bound.tokens_per_s:,.1f} {bound.bound_by[0]}"
+    speed = f"{bound.tokens_per_s:,.0f}" if bound.tokens_per_s >= 100 else f"{bound.tokens_per_s:.1f}"
+    return f"{duration(bound.seconds)}, {speed} tok/s" + (" a" if bound.bound_by == "arithmetic" else "")
 
 
 def _takeover(plan: Plan) -> str:
@@ -295,7 +294,7 @@ def _takeover(plan: Plan) -> str:
     lines = []
     for c in (1, *plan.contexts):
         batch = plan.takeover_batch(c)
-        at = "before the cache counts" if c == 1 else f"at {c:,} tokens"
+        at = "of the shortest sequences" if c == 1 else f"at {c:,} tokens"
         binds = (
             f"arithmetic binds from a batch of {batch:,}"
             if batch
