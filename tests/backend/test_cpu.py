@@ -1,5 +1,6 @@
 """The CPU backend on the default model: close to the reference, and the same bits on every path."""
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ropewalk.backend import cpu as cpu_module
 from ropewalk.backend.base import StepBatch
 from ropewalk.backend.cpu import CpuBackend
+from ropewalk.checkpoint.fingerprint import stamp
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.errors import InvalidParameterError
 from ropewalk.model.config import ModelConfig
@@ -186,6 +189,39 @@ def test_a_copied_page_continues_like_the_original(backend, dtype):
     branch = run(backend, cache, TOKENS[30:40], 20, table=np.array([4, 5, 0], np.int32))
     expected = run(backend, cache, TOKENS[30:40], 20, table=table)
     assert np.array_equal(branch, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_page_that_is_read_and_written_elsewhere_continues_like_the_original(backend, dtype):
+    cache, other = backend.new_cache(3, dtype), backend.new_cache(5, dtype)
+    run(backend, cache, TOKENS[:20], rows=[19])
+    contents = cache.read_page(0)
+    assert (contents.dtype, contents.shape) == (np.uint8, (cache.bytes_per_page,))
+    for start in range(0, 16, 5):  # the same bytes, however they were computed
+        run(backend, other, TOKENS[start : min(start + 5, 16)], start)
+    assert np.array_equal(other.read_page(0), contents)
+    other.write_page(4, contents)
+    other.write_page(2, cache.read_page(1))
+    assert np.array_equal(other.read_page(4), contents)
+    branch = run(backend, other, TOKENS[30:40], 20, table=np.array([4, 2], np.int32))
+    assert np.array_equal(branch, run(backend, cache, TOKENS[30:40], 20))
+
+
+def test_an_identity_follows_from_the_file_the_model_and_the_format(backend, checkpoint, config, monkeypatch):
+    mine = backend.identity()
+    assert len(mine) == 32
+    assert mine == backend.identity("float16") != backend.identity("int8")
+    for name, value in (
+        ("config", dataclasses.replace(config, norm_eps=2e-5)),
+        ("_stamp", stamp([Path(__file__)])),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, name, value)
+            assert backend.identity() != mine
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu_module, "numerics_hash", lambda: "other arithmetic")
+        assert backend.identity() != mine
+    assert backend.identity() == mine
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
