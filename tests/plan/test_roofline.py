@@ -134,3 +134,12 @@ def test_a_plan_is_json_with_every_answer():
     assert facts["prefill"][0]["by"] == "arithmetic"
     assert facts["takeover_batch"][0] == {"context": 4096, "batch": None}
     assert "machine" not in make_plan(LLAMA).as_dict()
+
+
+def test_defaults_stay_within_the_model_and_given_numbers_do_not_change():
+    small = ModelShape("small", LLAMA.layers, LLAMA.weights, "F16", context_length=1000)
+    assert make_plan(small).contexts == (1000,)
+    assert make_plan(small).prompts == (512, 1000)
+    assert make_plan(small, prompts=[5000]).prompts == (5000,)
+    assert make_plan(LLAMA).contexts == (4096, 32768)
+    assert make_plan(LLAMA).batches == (1, 4, 16)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ropewalk.cli.bench import numbers
-from ropewalk.cli.console import columns, fields, one_line, say, tell, verb, write_json
+from ropewalk.cli.console import columns, say, tell, verb, write_json
 from ropewalk.cli.loading import find
 from ropewalk.cli.options import DEFAULT_MODEL, model_argument
+from ropewalk.cli.plan_text import show
 from ropewalk.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from ropewalk.plan import Machine, ModelShape, Plan, WeightType
+    from ropewalk.plan import Machine, ModelShape, WeightType
 
 HERE = ("here", "this")
 
@@ -47,8 +48,12 @@ def plan(
     context: Annotated[
         str | None, typer.Option("--context", "-c", help="Tokens of a sequence. Default: 4096,32768.")
     ] = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences at once.")] = "1,4,16",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt lengths.")] = None,
+    batch: Annotated[
+        str | None, typer.Option("--batch", "-b", help="Sequences at once. Default: 1,4,16.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Prompt lengths. Default: 512,4096.")
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="MACHINE", help="A machine by name; 'here' measures this one."),
@@ -75,14 +80,14 @@ def plan(
     shape = _shape(model, _Numbers(layers, heads, kv_heads, head_dim, params, window), weights)
     from ropewalk.plan import make_plan
 
-    result = make_plan(
+    result = make_plan(  # refuses what is wrong before anything is measured
         shape,
-        _machine(on, memory, bandwidth, flops),
         cache=cache_type,
         contexts=numbers(context) if context else None,
-        batches=numbers(batch),
-        **({"prompts": numbers(prompt)} if prompt else {}),
+        batches=numbers(batch) if batch else None,
+        prompts=numbers(prompt) if prompt else None,
     )
+    result = replace(result, machine=_machine(on, memory, bandwidth, flops))
     if as_json:
         write_json(result.as_dict())
     else:
@@ -182,142 +187,6 @@ def measure() -> Machine:
         rates={"any": measure_arithmetic(n_threads)},
         source="measured just now: free memory, our fastest read loop, our matrix product in the first-level cache",
     )
-
-
-def show(plan: Plan) -> None:
-    """A plan for people."""
-    say(fields({name: one_line(value) for name, value in _facts(plan).items()}))
-    say("\nKV cache, GiB = 1024³ bytes" + ("" if plan.free_bytes is None else " (* does not fit)"))
-    say(_table(plan, "context", lambda c, b: _cache_cell(plan, c, b)))
-    if plan.machine is None:
-        return
-    from ropewalk.plan.units import duration
-
-    if plan.free_bytes is not None:
-        say("\n" + _fits(plan))
-    say("\ndecode at best: time of a step, tokens over the batch (a: bound by arithmetic, else by memory)")
-    say(_table(plan, "context", lambda c, b: _bound_cell(plan, c, b)))
-    say(_takeover(plan))
-    say("\nprefill at best: time to the first token")
-    rows = [("prompt", "time", "tokens/s", "bound by")]
-    for p in plan.prompts:
-        bound = plan.prefill(p)
-        rows.append((f"{p:,}", duration(bound.seconds), f"{bound.tokens_per_s:,.0f}", bound.bound_by))
-    say(columns(rows, right=(0, 1, 2)))
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    from ropewalk.plan.units import both, per_second
-
-    model, weights, machine = plan.model, plan.model.weights, plan.machine
-    total = weights.total
-    lines = {
-        "model": f"{model.name}: {_layers(model)}",
-        "weights": f"{total.count:,} ({model.weight_type}), {both(total.n_bytes)}",
-        "read by a token": f"{both(weights.read_bytes(1))}, {weights.used_count():,.0f} weights"
-        + (f", {weights.n_used} of {weights.n_experts} experts" if weights.n_experts else ""),
-        "KV cache": _cache_line(plan),
-        "outgrows weights": f"at {plan.crossing_tokens:,} tokens of one sequence"
-        + (f"; with a KV head for every head at {plan.mha_crossing_tokens:,}" if model.shares_heads else ""),
-    }
-    if machine is not None:
-        rate, kind = machine.rate_for(model.weight_type)
-        memory = "as installed" if machine.memory_bytes is None else both(machine.memory_bytes)
-        arithmetic = (
-            "not known" if rate is None else per_second(rate, "op") + ("" if kind == "any" else f" in {kind}")
-        )
-        lines |= {
-            "machine": machine.name,
-            "": f"memory {memory}, reads {per_second(machine.bandwidth, 'B')}, arithmetic {arithmetic}",
-            "source": machine.source,
-        }
-    for note in model.notes:
-        lines["note"] = note
-    return lines
-
-
-def _layers(model: ModelShape) -> str:
-    from ropewalk.plan.shape import LayerShape
-
-    kinds: dict[LayerShape, int] = {}
-    for layer in model.layers:
-        kinds[layer] = kinds.get(layer, 0) + 1
-    texts = []
-    for layer, count in kinds.items():
-        what = f"{layer.n_heads} heads, {layer.n_kv_heads} for keys and values, width {layer.key_dim}"
-        if layer.latent:
-            what = f"{layer.n_heads} heads over a latent of {layer.latent}"
-        texts.append(
-            f"{count} layers of {what}" + (f", seeing {layer.window:,} tokens" if layer.window else "")
-        )
-    return "; ".join(texts) + (f"; made for {model.context_length:,} tokens" if model.context_length else "")
-
-
-def _cache_line(plan: Plan) -> str:
-    from ropewalk.plan import PAGE_SIZE
-    from ropewalk.plan.units import in_gib
-
-    scales = plan.bytes_per_token - plan.element_bytes_per_token
-    return (
-        f"{plan.cache.name}, {plan.bytes_per_token:,} B ({in_gib(plan.bytes_per_token)}) a token"
-        + (f", {scales:,} B of it scales" if scales else "")
-        + f", in pages of {PAGE_SIZE} tokens"
-        + ("" if plan.cache.ours else "; Ropewalk itself has float16 and int8")
-    )
-
-
-def _table(plan: Plan, corner: str, cell: object) -> str:
-    rows = [(corner, *(f"batch {b:,}" for b in plan.batches))]
-    rows += [(f"{c:,}", *(cell(c, b) for b in plan.batches)) for c in plan.contexts]  # type: ignore[operator]
-    return columns(rows, right=range(len(plan.batches) + 1))
-
-
-def _cache_cell(plan: Plan, context: int, batch: int) -> str:
-    return f"{plan.cache_bytes(context, batch) / 2**30:,.3f} GiB" + (
-        "*" if plan.fits(context, batch) is False else ""
-    )
-
-
-def _bound_cell(plan: Plan, context: int, batch: int) -> str:
-    from ropewalk.plan.units import duration
-
-    bound = plan.decode(context, batch)
-    speed = f"{bound.tokens_per_s:,.0f}" if bound.tokens_per_s >= 100 else f"{bound.tokens_per_s:.1f}"
-    return f"{duration(bound.seconds)}, {speed} tok/s" + (" a" if bound.bound_by == "arithmetic" else "")
-
-
-def _takeover(plan: Plan) -> str:
-    """From which batch on arithmetic takes over, for each context and for none."""
-    assert plan.machine is not None
-    if plan.machine.rate_for(plan.model.weight_type)[0] is None:
-        return "where arithmetic takes over is not known without --flops"
-    lines = []
-    for c in (1, *plan.contexts):
-        batch = plan.takeover_batch(c)
-        at = "of the shortest sequences" if c == 1 else f"at {c:,} tokens"
-        binds = (
-            f"arithmetic binds from a batch of {batch:,}"
-            if batch
-            else "memory binds every batch, by the caches"
-        )
-        lines.append(f"{at} {binds}")
-    return "\n".join(lines)
-
-
-def _fits(plan: Plan) -> str:
-    from ropewalk.plan.units import both
-
-    assert plan.free_bytes is not None
-    if plan.free_bytes < 0:
-        return f"the weights do not fit: {both(-plan.free_bytes)} too much"
-    lines = [f"beside the weights {both(plan.free_bytes)} are free (activations not counted)"]
-    limit = plan.model.context_length
-    for b in plan.batches:
-        most = plan.largest_context(b) or 0
-        beyond = f", more than the {limit:,} that the model was made for" if limit and most > limit else ""
-        lines.append(f"largest context of a batch of {b:,}: {most:,} tokens{beyond}")
-    lines += [f"largest batch of {c:,} tokens each: {plan.largest_batch(c):,}" for c in plan.contexts]
-    return "\n".join(lines)
 
 
 def list_machines(as_json: bool) -> None:

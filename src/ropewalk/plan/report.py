@@ -205,8 +205,8 @@ def make_plan(
     *,
     cache: str = "float16",
     contexts: Sequence[int] | None = None,
-    batches: Sequence[int] = (1, 4, 16),
-    prompts: Sequence[int] = (512, 4096),
+    batches: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Plan:
     """Plan for a model.
 
@@ -220,20 +220,20 @@ def make_plan(
         A name of `CACHE_TYPES`.
     contexts : sequence of int, optional
         Tokens of a sequence. Default: 4,096 and 32,768, or what the model was made for if that is less.
-    batches : sequence of int
-        Sequences at once.
-    prompts : sequence of int
-        Tokens of a prompt.
+    batches : sequence of int, optional
+        Sequences at once. Default: 1, 4 and 16.
+    prompts : sequence of int, optional
+        Tokens of a prompt. Default: 512 and 4,096, or what the model was made for if that is less.
 
     Raises
     ------
     InvalidParameterError
         A number below 1, or an unknown cache type.
     """
-    if contexts is None:
-        most = model.context_length or 32768
-        contexts = sorted({min(4096, most), min(32768, most)})
-        prompts = sorted({min(p, most) for p in prompts})
+    most = model.context_length or 32768
+    contexts = sorted({min(4096, most), min(32768, most)}) if contexts is None else contexts
+    prompts = sorted({min(512, most), min(4096, most)}) if prompts is None else prompts
+    batches = (1, 4, 16) if batches is None else batches
     for name, values in (("context", contexts), ("batch", batches), ("prompt", prompts)):
         for value in values:
             check_count(name, value)
