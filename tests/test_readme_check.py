@@ -130,8 +130,10 @@ def test_measured_output_may_differ_by_the_factor(readme_check, printed, fault):
         ("0.00", "0.20", True),
         ("0.00", "0.21", False),
         ("0", "20", True),
-        ("1,000", "50", True),
-        ("1,000", "49", False),
+        ("1000", "50", True),
+        ("1000", "49", False),
+        ("1,000", "1,000", True),
+        ("1,000", "1,001", False),
     ],
 )
 def test_a_rounded_zero_counts_as_its_last_digit(readme_check, x, y, near):

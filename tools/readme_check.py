@@ -5,8 +5,8 @@ that follows one directly is what it must print. `<!-- not run: REASON -->` on t
 it out.
 
 What depends on the machine is marked `<!-- measured: within a factor of N -->` on the line above a `text` block: then
-its words must be the same, every number may be up to N times the other, and a line that ends in "..." may go on in
-any way. A picture of `docs/figures` that such commands write (its path stands in the block, and it follows the block
+its words must be the same, and so must counts, which are the numbers with a comma between thousands; every other number
+may be up to N times the one that is shown, or that times it; and a line that ends in "..." may go on in any way. A picture of `docs/figures` that such commands write (its path stands in the block, and it follows the block
 on the page) must say the same as the one that is there, numbers aside where the block's are measured; the file is put
 back afterwards.
 """
@@ -122,9 +122,11 @@ def words_of(line: str) -> list[str]:
 
 
 def are_near(x: str, y: str, factor: int) -> bool:
-    """Whether one is at most `factor` times the other; 0.00 counts as its last digit."""
+    """Whether one is at most `factor` times the other (0.00 counts as its last digit); counts must be equal."""
+    if "," in x + y:
+        return x == y
     decimals = min(len(n.partition(".")[2]) for n in (x, y))
-    low, high = sorted(float(n.replace(",", "")) for n in (x, y))
+    low, high = sorted(map(float, (x, y)))
     return high <= factor * max(low, 10.0**-decimals)
 
 
