@@ -303,6 +303,11 @@ class TestTrouble:
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):
             with pytest.raises(InvalidParameterError, match=r"cache_dir is '.*file.*', which cannot be used"):
                 open_engine(folder)
+        for name in (5, "", b"x"):
+            with pytest.raises(
+                InvalidParameterError, match=r"cache_dir is .*; allowed: the path of a folder"
+            ):
+                open_engine(name)
         with pytest.raises(
             InvalidParameterError, match="cache_dir_size is 4095 bytes; allowed: at least 16 pages"
         ):

@@ -10,10 +10,9 @@ import re
 import shutil
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 
 from ropewalk.backend.base import PAGE_SIZE
-from ropewalk.engine.persist import DEFAULT_DISK_BYTES
+from ropewalk.engine.persist import DEFAULT_DISK_BYTES, folder_of
 from ropewalk.errors import InvalidParameterError
 
 DEFAULT_SHARE = 0.25
@@ -122,9 +121,8 @@ def disk_bytes(folder: str | os.PathLike[str] | None, size: str | float | None) 
         return DEFAULT_DISK_BYTES
     if folder is None:
         raise InvalidParameterError(f"cache_dir_size is {size!r}; allowed: None, without a cache_dir")
-    there = next(
-        path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists()
-    )
+    wanted = folder_of(folder).absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
     return parse_memory(size, shutil.disk_usage(there).free, name="cache_dir_size")
 
 

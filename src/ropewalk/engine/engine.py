@@ -22,7 +22,7 @@ from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
 from ropewalk.engine.overflow import MIN_ROOM, Slide
 from ropewalk.engine.pages import PagePool, pages_for
-from ropewalk.engine.persist import DEFAULT_DISK_BYTES, PageStore, Shelf
+from ropewalk.engine.persist import DEFAULT_DISK_BYTES, PageStore, Shelf, folder_of
 from ropewalk.engine.prefix import PrefixCache
 from ropewalk.engine.recorder import Recorder
 from ropewalk.engine.request import FinishReason, Request
@@ -96,7 +96,7 @@ class Engine:
         self._max_batch, self._token_budget = max_batch, token_budget
         self._n_pages = pages_for(kv_tokens)
         self.cache: Any = backend.new_cache(self._n_pages, cache_dtype)
-        self._shelf = None if cache_dir is None else self._open_shelf(Path(cache_dir), cache_dir_bytes)
+        self._shelf = None if cache_dir is None else self._open_shelf(folder_of(cache_dir), cache_dir_bytes)
         self.scheduler = self._new_scheduler()
         self._ids = itertools.count()
         self._counters = Counters()

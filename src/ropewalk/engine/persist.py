@@ -330,6 +330,13 @@ class Shelf:
             self.store.save(key, index, text, self.cache.read_page(page))
 
 
+def folder_of(cache_dir: str | os.PathLike[str]) -> Path:
+    """Return the folder that a caller means; raises InvalidParameterError if it is the name of none."""
+    if not isinstance(cache_dir, str | os.PathLike) or not os.fspath(cache_dir):
+        raise InvalidParameterError(f"cache_dir is {cache_dir!r}; allowed: the path of a folder, or None")
+    return Path(cache_dir).expanduser()
+
+
 def _read_regular(path: Path, most: int) -> tuple[bytes, int]:
     """Read so much of a file that is one, and tell its size; never wait for a pipe, never follow a link."""
     flags = (
