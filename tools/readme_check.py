@@ -4,11 +4,11 @@ Every block marked `sh` or `python` is run, in order, from the top of the reposi
 that follows one directly is what it must print. `<!-- not run: REASON -->` on the line above a block leaves
 it out.
 
-What depends on the machine is marked `<!-- measured: within a factor of N -->` on the line above a `text` block: then
-its words must be the same, and so must counts, which are the numbers with a comma between thousands; every other number
-may be up to N times the one that is shown, or that times it; and a line that ends in "..." may go on in any way. A picture of `docs/figures` that such commands write (its path stands in the block, and it follows the block
-on the page) must say the same as the one that is there, numbers aside where the block's are measured; the file is put
-back afterwards.
+What depends on the machine is marked `<!-- measured: within a factor of N -->` on the line above a `text` block. Its
+words must be the same then, and so must counts, which are the numbers with a comma between thousands; every other
+number may be off by that factor, and a line that ends in "..." may go on in any way. A picture of `docs/figures` that
+such commands write (its path stands in the block, and it follows the block on the page) must say the same as the one
+that is there, numbers aside where the block's are measured; the file is put back afterwards.
 """
 
 import os
