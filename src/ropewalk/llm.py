@@ -95,6 +95,9 @@ class LLM:
         file's away.
     rope_base : float, optional
         Rotary base in place of the file's.
+    adapters : mapping of str to path, optional
+        Low-rank adapters (LoRA) by the names that `SamplingParams(adapter=...)` takes: GGUF files, or folders as the
+        PEFT library writes them. Each request has one or none, and those of one step may differ.
     progress : callable (what: str, done: int, total: int), optional
         Told about what takes long: a download, packing, compilation.
 
@@ -127,8 +130,10 @@ class LLM:
         draft_tokens: int | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         rope_base: float | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: Progress | None = None,
     ) -> None:
+        from ropewalk.adapters import open_loras
         from ropewalk.backend.cpu import CpuBackend
         from ropewalk.checkpoint.base import open_checkpoint
         from ropewalk.checkpoint.hub import resolve
@@ -159,7 +164,14 @@ class LLM:
                     progress=progress,
                 )
                 resources.callback(draft.drafter.close)
-            backend = CpuBackend(checkpoint, config, n_threads=n_threads, progress=_in_steps(progress))
+            loras = open_loras(adapters or {}, config, checkpoint)
+            backend = CpuBackend(
+                checkpoint,
+                config,
+                n_threads=n_threads,
+                progress=_in_steps(progress),
+                adapters=list(loras.values()),
+            )
             resources.callback(backend.close)
             self._start(
                 backend,
@@ -176,6 +188,7 @@ class LLM:
                 cache_dir=cache_dir,
                 cache_dir_size=cache_dir_size,
                 draft=draft,
+                adapters={name: lora.digest for name, lora in loras.items()},
             )
             self._resources = resources.pop_all()
 
@@ -210,6 +223,7 @@ class LLM:
         cache_dir_size: str | float | None = None,
         draft: Draft | None = None,
         draft_tokens: int | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         check_count("token_budget", token_budget)
         check_draft(draft, draft_tokens, kv_cache=kv_cache)
@@ -251,6 +265,7 @@ class LLM:
             keep_cache=kv_cache,
             prefix_cache=prefix_cache,
             speculator=speculator,
+            adapters=adapters,
             cache_dir=cache_dir,
             cache_dir_bytes=disk_bytes(cache_dir, cache_dir_size),
         )

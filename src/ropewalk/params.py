@@ -72,6 +72,8 @@ class SamplingParams:
     trace : int or None
         Report what every step read and where its time went, and of every token the distribution before and after each
         knob, with this many of the most likely tokens: `RequestOutput.trace`. None: nothing.
+    adapter : str or None
+        Name of the low-rank adapter that prompt and output go through, one of `LLM(adapters=...)`. None: none.
     include_stop_str_in_output : bool, default False
         Leave the stop string (or the text of the stop token) at the end of the text.
     skip_special_tokens : bool, default True
@@ -104,6 +106,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     slide: bool = False
     keep_tokens: int | None = None
+    adapter: str | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -132,6 +135,8 @@ class SamplingParams:
         for name in ("slide", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise _refusal(name, value, "True or False")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise _refusal("adapter", self.adapter, "a name, or None")
         if self.slide and self.max_tokens is None:
             raise _refusal("max_tokens", None, "with slide, a number: the context sets no end")
         self._set("logit_bias", _checked_bias(self.logit_bias))

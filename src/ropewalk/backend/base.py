@@ -51,6 +51,8 @@ class StepBatch:
     lengths : int32 [n_seqs], optional
         Tokens of each sequence that are known, those of later steps included: some models' rotary frequencies follow
         from it. Default: up to its last position in this batch.
+    adapters : int32 [n], optional
+        Number of the low-rank adapter of each token, −1 for none. Default: none have one.
     """
 
     tokens: Int32Array
@@ -59,6 +61,7 @@ class StepBatch:
     page_tables: Int32Array
     logit_rows: Int32Array
     lengths: Int32Array | None = None
+    adapters: Int32Array | None = None
 
     @property
     def slots(self) -> Int32Array:

@@ -17,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.backend.account import Account
+from ropewalk.backend.adapters import AdapterTable
 from ropewalk.backend.angles import Angles
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.numerics import numerics_hash
-from ropewalk.backend.weights import PackedWeights, ffn_width, pack_model
+from ropewalk.backend.weights import INPUTS, PackedWeights, ffn_width, pack_model
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.fingerprint import fingerprint, stamp
+from ropewalk.checkpoint.lora import LoraWeights
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
 from ropewalk.kernels.attend import SPAN_TILES
@@ -42,9 +44,11 @@ from ropewalk.kernels.attention import (
 )
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
+from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
+from ropewalk.kernels.products import READS_FLOATS
 from ropewalk.kernels.tables import Job
 from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
@@ -154,11 +158,14 @@ class CpuBackend:
         Default: `available_threads()`.
     progress : callable, optional
         Called with what is being done and the share that is done, 0 to 1.
+    adapters : sequence of LoraWeights
+        Low-rank adapters; `StepBatch.adapters` says by their place here which tokens go through one.
 
     Raises
     ------
     UnsupportedModelError
-        A width that the kernels cannot cut into groups, or a tensor type that they do not multiply.
+        A width that the kernels cannot cut into groups, a tensor type that they do not multiply, or an adapter of
+        another matrix than those of attention and of feed-forward networks.
     InvalidParameterError
         `n_threads` is below 1.
     """
@@ -169,6 +176,7 @@ class CpuBackend:
         config: ModelConfig,
         n_threads: int | None = None,
         progress: Progress | None = None,
+        adapters: Sequence[LoraWeights] = (),
     ) -> None:
         if n_threads is not None and n_threads < 1:
             raise InvalidParameterError(f"n_threads is {n_threads}; it must be at least 1")
@@ -180,8 +188,11 @@ class CpuBackend:
         self._embedding = checkpoint.raw("token_embd.weight")
         self._embedding_format = checkpoint.tensors["token_embd.weight"].format
         self._position_rows = checkpoint.tensor("position_embd.weight") if config.learned_positions else None
-        compile_parts(parts_of_model(checkpoint, config), progress)
+        self._adapters = AdapterTable(config, adapters) if adapters else None
+        compile_parts(parts_of_model(checkpoint, config, adapted=bool(adapters)), progress)
         self.weights: PackedWeights = pack_model(checkpoint, config, self.n_threads, progress)
+        if adapters:
+            self.weights.layers[:, list(INPUTS)] |= READS_FLOATS
         self._angles = Angles(config, checkpoint.tensor, self.weights.layers)
         self._constants = np.array(
             [
@@ -317,12 +328,27 @@ class CpuBackend:
         for field, value in fields.items():
             self._job[field] = value
         self._split_attention(n, int(positions.max()))
+        adapters = self._adapt(batch, part)
         if record is None:
             self._team.step()
         else:
             self._step_by_the_clock(record)
             used = self._experts.active if self._experts else None
             self._account.note(record, positions, sequences, len(rows), cache.bytes_per_page, used)
+            if self._adapters and adapters is not None:
+                record.weight_bytes["adapt"] = record.weight_bytes.get("adapt", 0) + self._adapters.bytes_of(
+                    adapters
+                )
+
+    def _adapt(self, batch: StepBatch, part: slice) -> NDArray[np.int32] | None:
+        """Tell the kernels which adapters the tokens have; returns them if there are any, to be kept for the step."""
+        self._job[Job.LORA_WORKER] = 0
+        if self._adapters is None or batch.adapters is None or (batch.adapters[part] < 0).all():
+            return None
+        adapters = np.ascontiguousarray(batch.adapters[part], np.int32)
+        self._adapters.set_tokens(adapters)
+        self._job[Job.LORA_WORKER], self._job[Job.LORA] = lora_worker(), self._adapters.table.ctypes.data
+        return adapters
 
     def _step_by_the_clock(self, record: StepRecord) -> None:
         self._job[Job.CLOCK] = self._log.ctypes.data
@@ -399,7 +425,7 @@ class CpuBackend:
             Job.ATTENDED: q_width,
             Job.GATE: ffn,
             Job.UP: ffn,
-            Job.FLOAT_TILES: widest if self.weights.reads_floats else 0,
+            Job.FLOAT_TILES: widest if self.weights.reads_floats or self._adapters else 0,
         }
         for field, width in widths.items():
             self._buffers[field] = np.zeros((padded, width), np.float32)
@@ -410,6 +436,8 @@ class CpuBackend:
             self._job[field] = buffer.ctypes.data
         if self._experts:
             self._experts.grow(n)
+        if self._adapters:
+            self._adapters.grow(n)
         self._capacity = n
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class Engine:
         Keep the pages of the prefix cache in this folder as well, for later processes; see `engine.persist`.
     cache_dir_bytes : int
         Most bytes of them.
+    adapters : mapping of str to str, optional
+        Names of the backend's low-rank adapters, in its order, and what tells the content of each from any other's.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         speculator: Speculator | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_dir_bytes: int = DEFAULT_DISK_BYTES,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         if kv_tokens < context_length:
             raise InvalidParameterError(
@@ -92,6 +95,7 @@ class Engine:
         self.keep_cache = keep_cache
         self.prefix_cache = prefix_cache and keep_cache
         self.speculator = speculator if keep_cache else None
+        self.adapters = dict(adapters or {})
         self._cache_dtype = cache_dtype
         self._max_batch, self._token_budget = max_batch, token_budget
         self._n_pages = pages_for(kv_tokens)
@@ -165,6 +169,10 @@ class Engine:
         self.validate(prompt, params)
         max_tokens, slide = self._limits(len(prompt), params)
         seed = fresh_seed() if params.seed is None else params.seed
+        adapter = -1
+        if params.adapter is not None:
+            adapter = list(self.adapters).index(params.adapter)
+            cache_key = [*cache_key, ("adapter", self.adapters[params.adapter])]
         group: list[Request] = []
         for index in range(params.n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
@@ -182,6 +190,7 @@ class Engine:
                 slide=slide,
                 rope_switch=self.backend.config.rope_switch,
                 priority=priority,
+                adapter=adapter,
                 cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
                 constraint=constraint.fork() if constraint else None,
                 arrived_s=time.perf_counter(),
@@ -243,6 +252,7 @@ class Engine:
             slide=slide,
             rope_switch=self.backend.config.rope_switch,
             priority=request.priority if priority is None else priority,
+            adapter=request.adapter,
             cache_key=request.cache_key,
             constraint=request.constraint.fork() if request.constraint else None,
             logprobs=[] if params.logprobs is None else request.logprobs[:n_output],
@@ -272,6 +282,9 @@ class Engine:
                     raise InvalidParameterError(
                         f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
                     )
+        if params.adapter is not None and params.adapter not in self.adapters:
+            known = ", ".join(map(repr, self.adapters)) or "None, since the model was opened without adapters"
+            raise InvalidParameterError(f"adapter is {params.adapter!r}; allowed: {known}")
         most = self.context_length - MIN_ROOM
         if params.slide and most < 0:
             raise InvalidParameterError(
@@ -287,6 +300,10 @@ class Engine:
         self._validate_params(params)
         if params.n != 1:
             raise InvalidParameterError(f"n is {params.n}; allowed for a fork: 1")
+        if params.adapter != request.params.adapter:
+            raise InvalidParameterError(
+                f"adapter is {params.adapter!r}; allowed for this fork: {request.params.adapter!r}"
+            )
         if not 0 <= n_output <= request.n_output:
             raise InvalidParameterError(f"n_output is {n_output}; allowed: 0 ... {request.n_output}")
         max_tokens, _ = self._limits(request.n_prompt, params)
@@ -428,6 +445,7 @@ class Engine:
             page_tables=tables,
             logit_rows=np.array(wanted, dtype=np.int32),
             lengths=np.array([c.request.n_window + len(c.guesses) for c in chunks], dtype=np.int32),
+            adapters=np.repeat(np.array([c.request.adapter for c in chunks], dtype=np.int32), counts),
         )
 
     def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:

@@ -55,6 +55,8 @@ class Request:
         Those that it may share pages with: its group, and all forks of its members.
     priority : int
         Smaller ones run first.
+    adapter : int
+        Number of the low-rank adapter that its tokens go through; -1: none.
     cache_key : bytes
         What the values in its pages follow from besides its tokens; see `engine.prefix`.
     n_computed : int
@@ -97,6 +99,7 @@ class Request:
     n_dropped: int = 0
     rope_switch: int = 0
     priority: int = 0
+    adapter: int = -1
     cache_key: bytes = b""
     constraint: Constraint | None = None
     n_computed: int = 0

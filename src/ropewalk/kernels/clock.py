@@ -23,7 +23,7 @@ from ropewalk.kernels.sync import GENERATION, atomic_load, is_last, release, wai
 from ropewalk.kernels.tables import Job
 
 # A new part gets the next number, and its name the same place in PARTS.
-START, WAIT, NORM, QKV, ROTATE, ATTEND, POINTWISE, OUT, GATE_UP, DOWN, OUTPUT, ROUTE = range(12)
+START, WAIT, NORM, QKV, ROTATE, ATTEND, POINTWISE, OUT, GATE_UP, DOWN, OUTPUT, ROUTE, ADAPT = range(13)
 PARTS = (
     "start",
     "wait",
@@ -37,6 +37,7 @@ PARTS = (
     "down",
     "output",
     "route",
+    "adapt",
 )
 HEADER, ENTRY = 2, 3
 

@@ -42,6 +42,13 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @inline
+def _adapt(tid, n_threads, words, job, first, count, width, outputs):
+    """Add what the tokens' adapters say to the outputs of up to three matrices that read the same activations."""
+    table, shared = words.ctypes.data, job.ctypes.data
+    call(job[Job.LORA_WORKER], (tid, n_threads, table, shared, first, count, width, *outputs))
+
+
+@inline
 def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     """The first half of a layer; its input is in the tiles, its output is added to X or left in Y."""
     n_tokens, head_bytes = job[Job.N_TOKENS], 4 * job[Job.HEAD_DIM]
@@ -51,6 +58,9 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
     product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
     meet(tid, words, n_threads, job, clock.QKV)
+    if job[Job.LORA_WORKER] != 0:
+        qkv = (job[Job.QUERIES], q_stride, job[Job.KEYS], kv_stride, job[Job.VALUES], kv_stride)
+        _adapt(tid, n_threads, words, job, base + Q, 3, job[Job.HIDDEN], qkv)
     if layer[Layer.Q_ROW_NORM] != 0:
         normalise_rows(n_threads, words, job, layer)
         meet(tid, words, n_threads, job, clock.ROTATE)
@@ -63,7 +73,8 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     meet(tid, words, n_threads, job, clock.ATTEND)
     attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    _branch_end(tid, n_threads, words, job, matrices[base + OUT], layer[Layer.ATTN_END], clock.OUT)
+    width = job[Job.N_HEADS] * job[Job.HEAD_DIM]
+    _branch_end(tid, n_threads, words, job, matrices, base + OUT, width, layer[Layer.ATTN_END], clock.OUT)
 
 
 @inline
@@ -74,9 +85,13 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
     product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
     meet(tid, words, n_threads, job, clock.GATE_UP)
+    if job[Job.LORA_WORKER] != 0:
+        gate_up = (job[Job.GATE], stride, job[Job.UP], stride, 0, 0)
+        _adapt(tid, n_threads, words, job, base + GATE, 2, job[Job.HIDDEN], gate_up)
     activated_to_tiles(n_threads, words, job, layer)
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    _branch_end(tid, n_threads, words, job, matrices[base + DOWN], layer[Layer.FFN_END], clock.DOWN)
+    width = layer[Layer.FFN]
+    _branch_end(tid, n_threads, words, job, matrices, base + DOWN, width, layer[Layer.FFN_END], clock.DOWN)
 
 
 @inline
@@ -100,12 +115,14 @@ def _experts_block(tid, n_threads, words, job, layer, matrices, n_layers, number
 
 
 @inline
-def _branch_end(tid, n_threads, words, job, matrix, end, part):
-    """The last product of a branch: added to X, or put into or onto Y where more is to be done."""
+def _branch_end(tid, n_threads, words, job, matrices, number, width, end, part):
+    """The last product of a branch, of `width` inputs: added to X, or put into or onto Y where more is to be done."""
     stride = 4 * job[Job.HIDDEN]
     y = job[Job.X] if end == TO_X else job[Job.Y]
-    product(n_threads, words, 0, job, matrix, job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1)
+    product(n_threads, words, 0, job, matrices[number], job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1)
     meet(tid, words, n_threads, job, part)
+    if job[Job.LORA_WORKER] != 0:
+        _adapt(tid, n_threads, words, job, number, 1, width, (y, stride, 0, 0, 0, 0))
 
 
 @inline

@@ -14,8 +14,7 @@ it; it knows the tables of `kernels.tables`, of which `Moe` is its own.
 from functools import cache
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import types
 
 from ropewalk.kernels import clock
 from ropewalk.kernels.attention import exp_of
@@ -34,36 +33,23 @@ from ropewalk.kernels.products import (
     with_bias,
 )
 from ropewalk.kernels.simd import (
-    I64,
     call,
     fma,
     load_f32,
     load_floats,
     load_i32,
+    rows_at,
     splat,
     store_f32,
     store_floats,
     store_i32,
+    table_at,
 )
 from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import DOWN_EXPS, GATE_EXPS, ROUTER, UP_EXPS, Job, Layer, Matrix, Moe
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = range(3)
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    def emit(context, builder, sig, args):
-        return builder.inttoptr(args[0], I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), emit
-
-
-@inline
-def _table(address):
-    """The int64 array at an address. Its length is not known, and nobody asks."""
-    return carray(_pointer(address), 1)
 
 
 # ---- choice
@@ -297,10 +283,10 @@ def expert_worker() -> int:
 
     @worker(types.void(*[types.int64] * 9))
     def experts(tid, n_threads, words_at, job_at, layer_at, shared_at, own_at, fields, number):
-        words, job, layer = _table(words_at), _table(job_at), _table(layer_at)
-        moe = _table(job[Job.MOE])
-        shared = carray(_pointer(shared_at), (3, fields))
-        own = carray(_pointer(own_at), (4, fields))
+        words, job, layer = table_at(words_at), table_at(job_at), table_at(layer_at)
+        moe = table_at(job[Job.MOE])
+        shared = rows_at(shared_at, 3, fields)
+        own = rows_at(own_at, 4, fields)
         n_tokens, stride, has_shared = (
             job[Job.N_TOKENS],
             4 * layer[Layer.FFN],

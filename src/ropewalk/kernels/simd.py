@@ -17,8 +17,10 @@ from numba.core import cgutils
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, models, register_model
+from numba.np.numpy_support import carray
 
 from ropewalk.kernels.cpu import has_native_half
+from ropewalk.kernels.jit import inline
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -457,6 +459,26 @@ def call(typing_context, address, arguments):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.UniTuple(types.int64, arguments.count)), emit
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def emit(context, builder, sig, args):
+        return builder.inttoptr(args[0], I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), emit
+
+
+@inline
+def table_at(address):
+    """The int64 array at an address. Its length is not known, and nobody asks."""
+    return carray(_pointer(address), 1)
+
+
+@inline
+def rows_at(address, n, fields):
+    """The int64 array [n, fields] at an address."""
+    return carray(_pointer(address), (n, fields))
 
 
 llvm.initialize_native_asmparser()

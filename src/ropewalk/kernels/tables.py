@@ -76,6 +76,8 @@ class Job(IntEnum):
     OUTPUT_BIAS = 57  # address of float32 [logit_stride / 4]
     EXPERT_WORKER = 58  # address of `kernels.moe.expert_worker`
     ANGLE_ROWS = 59  # address of int32 [n_tokens]: rows of COS and SIN
+    LORA_WORKER = 60  # address of `kernels.lora.lora_worker`; 0: no token of the step has an adapter
+    LORA = 61  # address of the table of `Lora`
 
 
 class Layer(IntEnum):
@@ -148,6 +150,28 @@ class Moe(IntEnum):
     OUT = 20  # float32 [rows, hidden]
     BYTE_TILES = 21
     FLOAT_TILES = 22
+
+
+class Lora(IntEnum):
+    """Fields of the table of a model's low-rank adapters."""
+
+    TOKEN_ADAPTERS = 0  # int32 [n_tokens], numbers of adapters, -1 for none
+    MATRICES = 1  # int64 [n_adapters, n_matrices, fields of `LoraMatrix`]
+    N_MATRICES = 2
+    SHRUNK = 3  # float32 [n_tokens * matrices of a phase, max_rank]
+    MAX_RANK = 4
+
+
+class LoraMatrix(IntEnum):
+    """What an adapter adds to one matrix; of rank 0 if nothing."""
+
+    A = 0  # address of float32 [rank, inputs]
+    B = 1  # address of float32 [rank, outputs]
+    RANK = 2
+    OUTPUTS = 3
+
+
+LORA_MATRIX_FIELDS = len(LoraMatrix)
 
 
 class Matrix(IntEnum):
