@@ -95,6 +95,9 @@ class LLM:
         file's away.
     rope_base : float, optional
         Rotary base in place of the file's.
+    quantize : str, optional
+        "q8", "q6", "q5" or "q4", or a type that `ropewalk quantize` knows: quantize the weights while they are
+        loaded, where that makes them smaller.
     adapters : mapping of str to path, optional
         Low-rank adapters (LoRA) by the names that `SamplingParams(adapter=...)` takes: GGUF files, or folders as the
         PEFT library writes them. Each request has one or none, and those of one step may differ.
@@ -130,6 +133,7 @@ class LLM:
         draft_tokens: int | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         rope_base: float | None = None,
+        quantize: str | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -144,6 +148,10 @@ class LLM:
 
         with ExitStack() as resources:
             checkpoint = resources.enter_context(open_checkpoint(resolve(model, progress=progress)))
+            if quantize is not None:
+                from ropewalk.quantize import Requantized
+
+                checkpoint = resources.enter_context(Requantized(checkpoint, quantize, n_threads=n_threads))
             config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
             config = override_rope(config, rope_scaling, rope_base)
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata)

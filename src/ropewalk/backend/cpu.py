@@ -234,7 +234,8 @@ class CpuBackend:
 
         The first call for a state of a model file reads all of it. Raises CheckpointError if it changed meanwhile.
         """
-        facts = [fingerprint(self._stamp).hex(), numerics_hash(), repr(self.config), dtype, str(PAGE_SIZE)]
+        kind = self._checkpoint.kind  # names what the weights were quantized to while they were loaded
+        facts = [fingerprint(self._stamp).hex(), kind, numerics_hash(), repr(self.config), dtype, str(PAGE_SIZE)]
         facts += [f"{t.name} {t.shape} {t.format.name}" for t in self._checkpoint.tensors.values()]
         return hashlib.sha256("\0".join(facts).encode()).digest()
 

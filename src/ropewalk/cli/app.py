@@ -15,6 +15,7 @@ from ropewalk.cli import (
     embed,
     explain,
     figure,
+    imatrix,
     inspect_,
     kl,
     list_,
@@ -22,6 +23,7 @@ from ropewalk.cli import (
     perplexity,
     plan,
     pull,
+    quantize,
     rm,
     run,
     serve,
@@ -31,8 +33,8 @@ from ropewalk.cli import (
 
 HELP = """Text from language models, in pure Python.
 
-MODEL is a path to a .gguf file, a name from the catalog (smollm2-135m is the default), or
-hf.co/owner/repo[:file].
+MODEL is a path to a .gguf file or to a folder with safetensors, a name from the catalog
+(smollm2-135m is the default), or hf.co/owner/repo[:file].
 """
 
 
@@ -69,6 +71,8 @@ def build() -> typer.Typer:
     app.command("list")(list_.list_models)
     app.command("rm")(rm.remove)
     app.command("inspect")(inspect_.inspect)
+    app.command("quantize")(quantize.quantize)
+    app.command("imatrix")(imatrix.imatrix)
     app.command("bench")(bench.bench)
     app.command("explain")(explain.explain)
     app.add_typer(figure.figure_app(), name="figure", help="Draw a figure into a file; print its numbers.")

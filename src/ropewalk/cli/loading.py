@@ -162,6 +162,7 @@ def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
             cache_dir_size=machine.cache_dir_size,
             draft=machine.draft,
             draft_tokens=machine.draft_tokens,
+            quantize=machine.quantize,
             max_batch=max_batch,
             progress=progress,
         )

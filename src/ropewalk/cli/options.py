@@ -188,6 +188,7 @@ class Machine:
     cache_dir_size: str | None = None
     draft: str | None = None
     draft_tokens: int | None = None
+    quantize: str | None = None
 
 
 def machine(
@@ -244,6 +245,10 @@ def machine(
     rope_base: Annotated[
         float | None, typer.Option("--rope-base", help="Rotary base in place of the file's.")
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option("--quantize", metavar="TYPE", help="Quantize while loading: q8, q6, q5, q4, or a type."),
+    ] = None,
 ) -> Machine:
     """The options that say how to run a model."""
     if kv_memory is not None:
@@ -258,6 +263,10 @@ def machine(
         raise InvalidParameterError("--cache-dir-size needs --cache-dir")
     if cache_dir is not None and no_prefix_cache:
         raise InvalidParameterError("--cache-dir keeps what --no-prefix-cache turns off")
+    if quantize is not None:
+        from ropewalk.checkpoint.mixes import mix_named
+
+        mix_named(quantize)  # refuses what is no type
     rope = rope_settings(rope_scaling, rope_factor, rope_original_context)
     return Machine(
         threads,
@@ -269,6 +278,7 @@ def machine(
         rope_base,
         cache_dir,
         cache_dir_size,
+        quantize=quantize,
     )
 
 
@@ -316,4 +326,5 @@ drafting_machine.__dict__["__signature__"] = inspect.Signature(
 
 
 def model_argument() -> Any:
-    return typer.Argument(help=f"Path, catalog name or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}.")
+    known = "A .gguf file, a folder, a catalog name or hf.co/owner/repo[:file]."
+    return typer.Argument(help=f"{known} Default: {DEFAULT_MODEL}.")

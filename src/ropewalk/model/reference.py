@@ -15,7 +15,7 @@ Knows nothing of requests, pages or threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,21 @@ class Reference:
         Anything whose `tensor(name)` returns a float32 array, such as `ropewalk.checkpoint.gguf.GGUF`.
     keep_bytes
         How many bytes of dequantized layer weights to keep for the next call.
+    observe
+        Called before every product with a matrix: its name without ".weight", the inputs [n, columns], and which
+        expert's it is (None where there are none).
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, keep_bytes: int = 2**31) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        keep_bytes: int = 2**31,
+        observe: Callable[[str, Float32Array, int | None], None] | None = None,
+    ) -> None:
         self.config = config
+        self._observe = observe
         self._checkpoint = checkpoint
         self._spare_bytes = keep_bytes
         self._kept = {"token_embd.weight": checkpoint.tensor("token_embd.weight")}
@@ -226,6 +237,8 @@ class Reference:
 
     def _linear(self, x: Float32Array, stem: str, expert: int | None = None) -> Float32Array:
         """x · Wᵀ + b for the matrix [outputs, inputs] of that name, or one expert's; b where there is one."""
+        if self._observe:
+            self._observe(stem, x, expert)
         weight = self._weight(stem + ".weight")
         y = x @ (weight if expert is None else weight[expert]).T
         if stem.rsplit(".")[-1] not in self.config.biases:
