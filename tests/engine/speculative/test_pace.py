@@ -47,6 +47,7 @@ class TestStepCosts:
         for n, s in [(1, 2.0), (1, 90.0), (1, 3.0), (5, 11.0)]:
             costs.record(n, s)
         assert costs.expect(np.array([1, 2, 3, 5, 9])).tolist() == [3.0, 5.0, 7.0, 11.0, 11.0]
+        assert costs_of({10: 50}).expect(np.array([1, 4])).tolist() == pytest.approx([0.005, 0.02])
         assert (costs.knows(1), costs.knows(2)) == (True, False)
 
     def test_a_larger_step_is_never_quicker(self):

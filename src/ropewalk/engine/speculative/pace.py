@@ -35,8 +35,8 @@ Numbers = NDArray[np.float64]
 class StepCosts:
     """Seconds of a step by its number of tokens: the median of the last few of that size.
 
-    Between sizes that were measured it is interpolated; a larger one is taken to cost what the largest does, so that it
-    is tried once. A size that was not seen for `LIFETIME` steps is forgotten: the machine may have other work now.
+    Between sizes that were measured it is interpolated, a smaller one takes its share of the smallest, and a larger one
+    what the largest does: what was not tried yet looks good, and is tried. A size that was not seen for `LIFETIME` steps is forgotten: the machine may have other work now.
     """
 
     RECENT = 5
@@ -58,7 +58,7 @@ class StepCosts:
         self._medians[n_tokens], self._seen[n_tokens] = median(times), self._n_steps
         for size in [n for n, seen in self._seen.items() if seen <= self._n_steps - self.LIFETIME]:
             del self._times[size], self._medians[size], self._seen[size]
-        points = np.array(sorted(self._medians.items()))
+        points = np.array([(0.0, 0.0), *sorted(self._medians.items())])
         self._sizes = points[:, 0]
         # A larger step is no quicker: what says otherwise met a busy moment.
         self._seconds = np.minimum.accumulate(points[::-1, 1])[::-1]
