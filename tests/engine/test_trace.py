@@ -281,3 +281,19 @@ def test_as_json(traced):
         "min_p",
     ]
     assert len(found["tokens"][0]["candidates"][0]["probabilities"]) == 5
+
+
+def test_steps_that_check_guesses(smollm2):
+    """A step of several tokens draws several: fewer bytes a token, the same tokens, none left out of the trace."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, trace=2)
+    prompt = "one two three four one two three four one two three four one two"
+    with LLM(smollm2, context_length=128, draft="lookup") as llm:
+        (output,) = llm.generate(prompt, params)
+    trace = output.trace
+    assert [t.token_id for t in trace.tokens] == output.token_ids
+    n_prompt = len(output.prompt_token_ids)
+    assert [t.position for t in trace.tokens] == list(range(n_prompt, n_prompt + 16))
+    assert sum(s.batch_drawn for s in trace.steps) == 16
+    assert len(trace.steps) < 16
+    assert any(s.phase == "decode" and s.n_tokens > 1 for s in trace.steps)
+    assert trace.bytes_per_token < trace.steps[1].read_bytes

@@ -23,6 +23,7 @@ GROUPS = {
     "gate_up": "matmul",
     "down": "matmul",
     "output": "matmul",
+    "adapt": "matmul",
     "attend": "attention",
     "rotate": "pointwise",
     "norm": "pointwise",
@@ -37,11 +38,11 @@ GROUPS = {
 }
 """The parts of a step, and what each belongs to.
 
-matmul: products with weights (`qkv`, `out`, `gate_up`, `down`, `output`). attention: `attend`. pointwise: norms,
-rotation and writing to the cache (`rotate`), activations and rounding for the next product (`pointwise`), the choice of
-experts (`route`). wait: at
-barriers, for other threads. sampling: the draw. overhead: Python around it: `schedule` (who runs, page tables),
-`prepare` (embedding rows, tables for the kernels), `finish`. trace: the making of the trace itself.
+matmul: products with weights (`qkv`, `out`, `gate_up`, `down`, `output`), and with adapters (`adapt`). attention:
+`attend`. pointwise: norms, rotation and writing to the cache (`rotate`), activations and rounding for the next product
+(`pointwise`), the choice of experts (`route`). wait: at barriers, for other threads. sampling: the draw. overhead:
+Python around it: `schedule` (who runs, page tables), `prepare` (embedding rows, tables for the kernels), `finish`.
+trace: the making of the trace itself.
 """
 
 TextOf = Callable[[int], str]
