@@ -213,7 +213,7 @@ class CpuBackend:
         self._lock = threading.Lock()
         self._account = Account(self.weights, config, self._embedding[:1].nbytes)
         self._log = new_log(config.n_layers)
-        self._experts = ExpertTable(config, config.experts) if config.experts else None
+        self._experts = ExpertTable(config, config.experts, self.weights.layers) if config.experts else None
         self._fill_constant_fields()
         self._grow(1)
         self._angles.reach(1024)

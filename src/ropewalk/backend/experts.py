@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.kernels.matmul import TOKEN_GROUP_BYTES
+from ropewalk.kernels.matmul import TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.moe import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
-from ropewalk.kernels.tables import Moe
+from ropewalk.kernels.products import READS_FLOATS
+from ropewalk.kernels.tables import Layer, Moe
 from ropewalk.model.config import ExpertConfig, ModelConfig
 
 SCORINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax of chosen": SOFTMAX_OF_CHOSEN}
@@ -18,6 +19,11 @@ SCORINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax of chosen": SOFTMAX
 class ExpertTable:
     """Fields of `kernels.tables.Moe`, and the memory that they point to.
 
+    Parameters
+    ----------
+    layers : int64 [n_layers, fields]
+        The table of `kernels.tables.Layer`.
+
     Attributes
     ----------
     table : int64 [fields]
@@ -25,8 +31,10 @@ class ExpertTable:
         How many experts of each layer the last pass used; 0 where a layer has none.
     """
 
-    def __init__(self, config: ModelConfig, experts: ExpertConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertConfig, layers: NDArray[np.int64]) -> None:
         self._config, self._experts = config, experts
+        inputs = layers[:, [Layer.EXPERT_INPUT, Layer.EXPERT_DOWN_INPUT]]
+        self._reads_floats = bool((inputs & READS_FLOATS).any())
         self.table = np.zeros(len(Moe), np.int64)
         self.active = np.zeros(config.n_layers, np.int32)
         self._scale = np.array([experts.weight_scale], np.float32)
@@ -56,7 +64,8 @@ class ExpertTable:
         """Make room for n tokens."""
         experts, hidden = self._experts, self._config.hidden_size
         n_pairs = n * experts.n_used
-        n_rows = 2 * n_pairs  # the tiles of a group end on a power of two
+        # The tiles of a group end on a power of two.
+        n_rows = n_pairs + min(n_pairs, experts.n_experts * max_tile())
         groups = max(hidden, experts.ffn_size) // 32
         self._buffers |= {
             Moe.SCORES: np.zeros((n, self._scores_width), np.float32),
@@ -68,7 +77,7 @@ class ExpertTable:
             Moe.UP: np.zeros((n_rows, experts.ffn_size), np.float32),
             Moe.OUT: np.zeros((n_rows, hidden), np.float32),
             Moe.BYTE_TILES: np.zeros(n_rows * groups * TOKEN_GROUP_BYTES, np.uint8),
-            Moe.FLOAT_TILES: np.zeros((n_rows, groups * 32), np.float32),
+            Moe.FLOAT_TILES: np.zeros((n_rows if self._reads_floats else 0, groups * 32), np.float32),
         }
         for field, buffer in self._buffers.items():
             self.table[field] = buffer.ctypes.data
