@@ -40,6 +40,10 @@ _NEUTRAL = {  # keys of adapter_config.json, and the values that mean "not used"
     "trainable_token_indices": (None, []),
     "lora_bias": (False, None),
     "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
 }
 _TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
@@ -161,7 +165,7 @@ def _read_peft(path: Path, architecture: str, sizes: Sizes) -> Pairs:
     for module, found in halves.items():
         if len(found) != 2:
             raise CheckpointError(f"{weights}: {module} has only one of lora_A and lora_B")
-    names = _table_for(path, architecture, list(halves))
+    names = _table_for(path, architecture, list(halves)) if halves else {}
     pairs: Pairs = {}
     for module, found in halves.items():
         scale = _scale(config, module, len(found["A"]))
@@ -211,12 +215,12 @@ def _table_for(
     path: Path, architecture: str, modules: list[str]
 ) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
     """Targets and steps of every module, by the first table of the architecture that knows them all."""
-    unknown = modules[0]
+    fewest = modules
     for kind in dict.fromkeys(f.table for f in FAMILIES.values() if f.architecture == architecture):
         names = Names(TABLES[kind])
         found = {module: names.find(module + ".weight") for module in modules}
         missing = [module for module, targets in found.items() if targets is None]
         if not missing:
             return {m: [(name, steps) for name, steps, _ in targets or ()] for m, targets in found.items()}
-        unknown = missing[0]
-    raise UnsupportedModelError(f"{path}: the module {unknown} is unknown in the architecture {architecture}")
+        fewest = min(fewest, missing, key=len)
+    raise UnsupportedModelError(f"{path}: the module {fewest[0]} is unknown in the architecture {architecture}")
