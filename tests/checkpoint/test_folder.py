@@ -106,6 +106,17 @@ def test_g5_missing_and_unknown_tensors(tmp_path, folders):
         ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
 
 
+def test_layers_that_guess_further_tokens_are_passed_over(tmp_path, folders):
+    parts = folders.parts("glm4_moe")
+    plain = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])
+    parts.tensors["model.layers.2.self_attn.q_proj.weight"] = np.ones((3, 3), np.float32)
+    parts.config.pop("num_nextn_predict_layers", None)
+    with pytest.warns(UserWarning, match=r"model\.layers\.2\.self_attn"):
+        open_checkpoint(folders.write(tmp_path / "b", parts))
+    parts.config["num_nextn_predict_layers"] = 1
+    assert np.array_equal(reference(folders.write(tmp_path / "c", parts)).logits([5, 6, 7]), plain)
+
+
 def test_a_model_that_also_sees_is_read_as_text(tmp_path, folders):
     parts = folders.parts("gemma3")
     plain = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])

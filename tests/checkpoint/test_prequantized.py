@@ -215,6 +215,28 @@ def test_b1_quantized_rows_are_permuted_as_they_are(tmp_path, folders):
     assert np.array_equal(*logits)
 
 
+def test_gpt_oss_with_mxfp4_experts_is_gpt_oss_with_the_numbers_written_out(tmp_path, folders):
+    """Rows of gate and up alternate; what is stored in plain numbers is stored the other way round."""
+    rng = np.random.default_rng(6)
+    packed, plain = folders.parts("gpt_oss"), folders.parts("gpt_oss")
+    for name in [n for n in packed.tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = packed.tensors.pop(name).shape
+        codes = rng.integers(0, 16, (experts, rows, columns)).astype(np.uint8)
+        exponents = rng.integers(122, 126, (experts, rows, columns // 32)).astype(np.uint8)
+        pairs = codes.reshape(experts, rows, columns // 32, 16, 2)
+        packed.tensors[name + "_blocks"] = pairs[..., 0] | (pairs[..., 1] << 4)
+        packed.tensors[name + "_scales"] = exponents
+        exact = MXFP4_LEVELS[codes] / 2 * 2.0 ** (exponents.astype(float) - 127).repeat(32, axis=-1)
+        plain.tensors[name] = exact.swapaxes(1, 2).astype(np.float32).copy()
+    packed.config["quantization_config"] = {"quant_method": "mxfp4"}
+    logits = []
+    for each in (packed, plain):
+        checkpoint = open_checkpoint(folders.write(tmp_path / "m", each))
+        config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+        logits.append(Reference(config, checkpoint).logits([5, 9, 7, 8]))
+    assert np.array_equal(*logits)
+
+
 @pytest.mark.parametrize(
     ("method", "kind", "words"),
     [

@@ -7,7 +7,7 @@ the file.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -135,7 +135,7 @@ def open_folder(path: Path, *, weights: Path | None = None) -> HuggingFaceFolder
     try:
         wanted = [name for name in stored.tensors if not IGNORED.fullmatch(name)]
         sources = join(stored, wanted, values, config.label)
-        assemblies = _assemble(sources, translated, str(path))
+        assemblies = _assemble(sources, translated, str(path), bool(config.first("num_nextn_predict_layers")))
         _settle_output(assemblies, config)
         embedding = assemblies.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -186,9 +186,12 @@ def _name(path: Path, values: Mapping[str, Any]) -> str:
     return str(given).rpartition("/")[2] if looks_like_a_repository else path.resolve().name
 
 
-def _assemble(sources: Mapping[str, Source], translated: Translated, label: str) -> dict[str, Assembly]:
+def _assemble(
+    sources: Mapping[str, Source], translated: Translated, label: str, extra_layers: bool
+) -> dict[str, Assembly]:
     """Sort the stored tensors under the names of GGUF."""
     names = Names(TABLES[translated.family.table])
+    n_layers = translated.metadata[f"{translated.family.architecture}.block_count"]
     found: dict[str, dict[int | None, tuple[Source, tuple[str, ...]]]] = {}
     left_out, unknown = [], []
     for name, source in sources.items():
@@ -199,6 +202,10 @@ def _assemble(sources: Mapping[str, Source], translated: Translated, label: str)
         targets = names.find(text_name)
         if targets is None:
             unknown.append(name)
+            continue
+        if _is_beyond(targets, n_layers):
+            if not extra_layers:
+                unknown.append(name)
             continue
         for target, steps, number in targets:
             place = found.setdefault(target, {})
@@ -214,6 +221,12 @@ def _assemble(sources: Mapping[str, Source], translated: Translated, label: str)
             raise UnsupportedModelError(f"{label}: the tensor {show(name)} belongs to no known quantization")
         warnings.warn(f"{label}: the tensor {show(name)} is unknown and not used", stacklevel=3)
     return {target: _one(target, parts, translated, label) for target, parts in found.items()}
+
+
+def _is_beyond(targets: Iterable[tuple[str, tuple[str, ...], int | None]], n_layers: object) -> bool:
+    """Whether a tensor belongs to a layer after the last one: those guess further tokens, and are not run."""
+    numbers = (t[0].split(".")[1] for t in targets if t[0].startswith("blk."))
+    return isinstance(n_layers, int) and any(int(n) >= n_layers for n in numbers)
 
 
 def _text_name(name: str) -> str | None:

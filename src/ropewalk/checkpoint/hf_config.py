@@ -100,11 +100,11 @@ class HFFamily:
 
 def _experts(config: Config) -> Keys:
     """Numbers of a mixture of experts; absent where there is none."""
-    n = config.first("num_local_experts", "num_experts")
-    if n is None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    if config.first(*names) is None:
         return {}
     keys: Keys = {
-        "expert_count": config.integer("num_local_experts", "num_experts"),
+        "expert_count": config.integer(*names),
         "expert_used_count": config.integer("num_experts_per_tok", "experts_per_token"),
         "expert_feed_forward_length": config.integer("moe_intermediate_size", "intermediate_size"),
     }
@@ -119,6 +119,17 @@ def _qwen_experts(config: Config) -> Keys:
     config.demand("decoder_sparse_step", 1)
     config.demand("mlp_only_layers", [])
     return _experts(config)
+
+
+def _sigmoid_experts(config: Config) -> Keys:
+    """Routers that score by a sigmoid, leading dense layers, and shared experts counted in experts."""
+    config.demand("n_group", 1)
+    config.demand("topk_group", 1)
+    keys = _experts(config) | {"expert_shared_count": config.integer("n_shared_experts", default=0)}
+    keys["leading_dense_block_count"] = config.integer("first_k_dense_replace", default=0)
+    if (scale := config.number("routed_scaling_factor")) is not None:
+        keys["expert_weights_scale"] = scale
+    return keys
 
 
 def _scores(config: Config) -> Keys:
@@ -226,6 +237,12 @@ FAMILIES: Mapping[str, HFFamily] = {
     "glm": HFFamily("chatglm", "glm", rope_part=0.5),
     "minicpm": HFFamily("minicpm", "llama", extra=_minicpm),
     "internlm2": HFFamily("internlm2", "internlm2", demands={"bias": (False,)}),
+    "nemotron": HFFamily("nemotron", "nemotron", ("relu2",), True, rope_part=0.5),
+    "arcee": HFFamily("arcee", "llama", ("relu2",)),
+    "ernie4_5": HFFamily("ernie4_5", "qwen2", demands={"use_bias": (False,)}),
+    "seed_oss": HFFamily("seed_oss", "seed_oss"),
+    "dots1": HFFamily("dots1", "dots1", extra=_sigmoid_experts),
+    "glm4_moe": HFFamily("glm4moe", "glm4_moe", extra=_sigmoid_experts, rope_part=0.5),
     "gpt_oss": HFFamily("gpt-oss", "gpt_oss", window_period=2, extra=_experts),
 }
 """Every `model_type` that is read."""

@@ -139,8 +139,15 @@ _SHARED_EXPERT = {
     _LAYER + "mlp.shared_expert.up_proj": "blk.{n}.ffn_up_shexp",
     _LAYER + "mlp.shared_expert.down_proj": "blk.{n}.ffn_down_shexp",
 }
+_SHARED_EXPERTS = {
+    _LAYER + "mlp.gate.e_score_correction_bias": "blk.{n}.exp_probs_b.bias",
+    _LAYER + "mlp.shared_experts.gate_proj": "blk.{n}.ffn_gate_shexp",
+    _LAYER + "mlp.shared_experts.up_proj": "blk.{n}.ffn_up_shexp",
+    _LAYER + "mlp.shared_experts.down_proj": "blk.{n}.ffn_down_shexp",
+}
 _QWEN2 = {**_BODY, **_ATTENTION, **_GATED}
 _LLAMA = {**_QWEN2, **_ROPE}
+_LATE_NORM = {_LAYER + "post_attention_layernorm": "blk.{n}.post_attention_norm"}
 _POST_NORMS = {
     _LAYER + "post_attention_layernorm": "blk.{n}.post_attention_norm",
     _LAYER + "post_feedforward_layernorm": "blk.{n}.post_ffw_norm",
@@ -187,6 +194,10 @@ TABLES: Mapping[str, Table] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": {**_GEMMA2, **_with_norms(_QK_NORM, "plus_one")},
+    "nemotron": _with_norms(_QWEN2, "plus_one"),
+    "seed_oss": {**_QWEN2, **_LATE_NORM},
+    "dots1": {**_QWEN2, **_EXPERTS, **_SHARED_EXPERTS, **_QK_NORM},
+    "glm4_moe": {**_QWEN2, **_EXPERTS, **_SHARED_EXPERTS, **_QK_NORM, **_LATE_NORM},
     "olmo2": {**_QWEN2, **_POST_NORMS, **_QK_NORM},
     "phi": {
         **_BODY,
@@ -353,4 +364,6 @@ def _target(
     stem, *steps = rule.split()
     # int: "007" and "7" would be one layer twice, and then one tensor twice, which is refused.
     filled = stem if layer is None else stem.replace("{n}", str(int(layer)))
+    if suffix == ".bias":
+        steps = [word for word in steps if word != "plus_one"]
     return filled + suffix, tuple(steps), number
