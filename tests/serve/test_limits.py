@@ -131,6 +131,21 @@ class TestBodies:
             connection.sendall("\r\n".join([*lines, "", "{"]).encode())
             assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
+    def test_a_text_that_cannot_fit_is_not_even_tokenized(self, toy, monkeypatch):
+        """Tokenizing megabytes may take half a minute."""
+        server = toy()
+        monkeypatch.setattr(server.llm.tokenizer, "encode", exit_at_once)
+        text = "a" * 1000
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/responses", {"input": text}),
+            ("/v1/embeddings", {"input": [text]}),
+        ):
+            error = error_of(server.post(path, body), 400)
+            assert "has 1000 bytes, more than 64 tokens of at most 4 bytes" in error["message"]
+            assert error["code"] == "context_length_exceeded"
+
     def test_stop_of_null_is_the_default(self, toy):
         assert toy().post("/v1/chat/completions", {**SHORT, "stop": None}).status_code == 200
 
@@ -308,6 +323,17 @@ class TestGone:
         assert server.becomes_idle()
         assert server.llm.backend.steps < 25
 
+    def test_it_is_counted(self, toy):
+        server = toy(step_s=0.01)
+        stream = Stream(server, {**LONG, "n": 2})
+        stream.event()
+        stream.close()
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:
+            client.post(f"{server.url}/v1/chat/completions", json={**LONG, "n": 2})
+        assert server.becomes_idle()
+        counted = 'ropewalk:request_success_total{finished_reason="abort",model_name="toy"} 4.0'
+        assert counted in server.get("/metrics").text.splitlines()
+
     def test_one_of_several_prompts(self, toy):
         server = toy(step_s=0.005, context_length=512, kv_tokens=2048)
         body = {"prompt": [[1], [2], [3]], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -328,6 +354,20 @@ class TestGone:
 
 
 class TestTime:
+    def test_a_stream_that_is_silent_is_kept_alive(self, toy, monkeypatch):
+        """A proxy may close a connection on which nothing comes."""
+        monkeypatch.setattr("ropewalk.serve.http.PING_S", 0.05)
+        server = toy()
+        server.llm.backend.free.clear()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json={**SHORT, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            while next(lines) != ": still here":
+                pass
+            server.llm.backend.free.set()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
     def test_a_request_that_takes_too_long(self, toy):
         server = toy(options=ServerOptions(request_s=0.3, grace_s=1.0), step_s=0.02)
         error = error_of(server.post("/v1/chat/completions", LONG), 504)
@@ -347,6 +387,8 @@ class TestTime:
             "allows 5" in error_of(post("/v1/completions", {"prompt": "a", "max_tokens": 6}), 400)["message"]
         )
         assert post("/v1/chat/completions", CHAT).json()["usage"]["completion_tokens"] == 5
+        body = {"prompt": "a", "ignore_eos": True}
+        assert post("/v1/completions", body).json()["usage"]["completion_tokens"] == 5
 
 
 class TestEnd:

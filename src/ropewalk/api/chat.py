@@ -24,7 +24,7 @@ from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import ChatRequest, ToolChoice
-from ropewalk.api.tasks import Find, Job, Task, constraint_of
+from ropewalk.api.tasks import Find, Job, Task, check_length, constraint_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
@@ -81,6 +81,7 @@ class Conversation:
         self.text = template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
+        check_length(llm, self.text)
         self.thinks = THINK in template.source or END_THINK in template.source
         self.thinking = self.text.rstrip().endswith(THINK)
         self._llm = llm
@@ -134,9 +135,11 @@ class ChatTask(Task):
         params = request.sampling_params(
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            adapters=self.llm.adapters,
         )
         constraint = conversation.constraint(constraint_of(self.llm, request, request.response_format))
-        self.jobs = [Job(encode_chat(self.llm.tokenizer, conversation.text), params, constraint)]
+        ids = encode_chat(self.llm.tokenizer, conversation.text)
+        self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
         self._id, self._created = new_id("chatcmpl-"), now()
         self._readers = [conversation.reader() for _ in range(params.n)]
 

@@ -10,7 +10,7 @@ from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import CompletionLogprobsMaker
 from ropewalk.api.requests import CompletionRequest
-from ropewalk.api.tasks import Find, Job, Task, constraint_of
+from ropewalk.api.tasks import Find, Job, Task, constraint_of, encoded
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
 
 DEFAULT_MAX_TOKENS = 16
@@ -25,12 +25,16 @@ class CompletionTask(Task):
         self.stream, self.user = bool(request.stream), request.user
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         params = request.sampling_params(
-            max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, logprobs=request.logprobs
+            max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=request.logprobs,
+            adapters=self.llm.adapters,
         )
         constraint = constraint_of(self.llm, request, request.response_format)
         prompts = request.prompts
+        limited = request.max_tokens is not None
         self.jobs = [
-            Job(self.llm.encode(p) if isinstance(p, str) else p, params, constraint) for p in prompts
+            Job(encoded(self.llm, prompt) if isinstance(prompt, str) else prompt, params, constraint, limited)
+            for prompt in prompts
         ]
         self._echoed = [""] * len(prompts)
         if request.echo:

@@ -12,7 +12,7 @@ from ropewalk.api.bodies import EmbeddingBody, EmbeddingsBody
 from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.requests import EmbeddingRequest
-from ropewalk.api.tasks import Find
+from ropewalk.api.tasks import Find, encoded
 
 
 class EmbeddingTask:
@@ -29,11 +29,11 @@ class EmbeddingTask:
         request = checked(EmbeddingRequest, body)
         self.model, self.llm = find(request.model)
         self.user = request.user
+        self.texts = [encoded(self.llm, text) if isinstance(text, str) else text for text in request.texts]
         width = self.llm.config.hidden_size
         if request.dimensions not in (None, width):
             raise ApiError(f"dimensions is {request.dimensions}; this model has {width}", param="dimensions")
         self._base64 = request.encoding_format == "base64"
-        self.texts = [self.llm.encode(text) if isinstance(text, str) else text for text in request.texts]
 
     def body(self, vectors: Sequence[np.ndarray[Any, np.dtype[np.float32]]]) -> EmbeddingsBody:
         """The answer; a float32 vector [hidden_size] for each text."""

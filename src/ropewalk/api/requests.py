@@ -5,6 +5,7 @@ Field names and meanings are OpenAI's; those that OpenAI lacks are vLLM's. null 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -95,13 +96,19 @@ class Sampling(Body):
             raise ValueError("stream_options is only allowed with stream: true")
         return self
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the engine's parameters; `max_tokens` and `logprobs` are spelled differently by each endpoint."""
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, adapters: Collection[str] = ()
+    ) -> SamplingParams:
+        """Return the engine's parameters; `max_tokens` and `logprobs` are spelled differently by each endpoint.
+
+        A request whose model is one of `adapters` goes through that one.
+        """
         given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         seed = None if self.seed is None else self.seed % 2**64
-        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, logprobs=logprobs)
+        adapter = self.model if self.model in adapters else None
+        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, logprobs=logprobs, adapter=adapter)
 
 
 class JsonSchemaFormat(Body):

@@ -241,10 +241,13 @@ class ResponseTask(Task):
         if conversation.shows_control_tokens:
             chat.skip_special_tokens = False
         params = chat.sampling_params(
-            max_tokens=request.max_output_tokens, logprobs=chat.top_logprobs if chat.logprobs else None
+            max_tokens=request.max_output_tokens,
+            logprobs=chat.top_logprobs if chat.logprobs else None,
+            adapters=self.llm.adapters,
         )
         constraint = conversation.constraint(constraint_of(self.llm, chat, chat.response_format))
-        self.jobs = [Job(encode_chat(self.llm.tokenizer, conversation.text), params, constraint)]
+        ids = encode_chat(self.llm.tokenizer, conversation.text)
+        self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
         self._id, self._created = new_id("resp_"), now()
         self._reader, self._items, self._sequence = conversation.reader(), _Items(), 0
 

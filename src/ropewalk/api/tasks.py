@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ropewalk.api.bodies import Event
@@ -20,6 +21,7 @@ from ropewalk.params import SamplingParams
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
     from ropewalk.llm import LLM
+    from ropewalk.text.tokenizer import Tokenizer
 
 Find = Callable[[str | None], tuple[str, "LLM"]]
 """From the `model` of a body, or None, to its name and the model; raises ApiError."""
@@ -27,11 +29,21 @@ Find = Callable[[str | None], tuple[str, "LLM"]]
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, for the engine."""
+    """One prompt, for the engine.
+
+    Attributes
+    ----------
+    prompt : token ids
+    params : SamplingParams
+    constraint : Constraint or None
+    is_limited : bool
+        Whether the client said how many tokens it wants at most; otherwise `params.max_tokens` is a default.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
     constraint: Constraint | None = None
+    is_limited: bool = False
 
 
 class Task(ABC):
@@ -111,6 +123,25 @@ def make_task(path: str, body: dict[str, Any], find: Find) -> Task:
     if path not in tasks:
         raise ApiError(f"unknown path{near(path, tasks)}", status=404)
     return tasks[path](body, find)
+
+
+def encoded(llm: LLM, text: str) -> list[int]:
+    """Return the token ids of a prompt, as `LLM.encode` does."""
+    check_length(llm, text)
+    return llm.encode(text)
+
+
+def check_length(llm: LLM, text: str) -> None:
+    """Refuse a text that cannot fit into the context, before it is tokenized: that of megabytes may take long."""
+    n_bytes, longest = len(text.encode()), _longest_token(llm.tokenizer)
+    if n_bytes > llm.context_length * longest:
+        limit = f"{llm.context_length} tokens of at most {longest} bytes"
+        raise ApiError(f"the text has {n_bytes} bytes, more than {limit}", code="context_length_exceeded")
+
+
+@lru_cache(maxsize=16)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
 
 
 def constraint_of(llm: LLM, request: Sampling, response_format: ResponseFormat | None) -> Constraint | None:

@@ -21,7 +21,7 @@ from ropewalk.api.chat import Conversation
 from ropewalk.api.embeddings import EmbeddingTask
 from ropewalk.api.errors import ApiError, as_api_error
 from ropewalk.api.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
-from ropewalk.api.tasks import Task, make_task
+from ropewalk.api.tasks import Task, check_length, make_task
 from ropewalk.outputs import RequestOutput
 from ropewalk.serve.gate import Gate
 from ropewalk.serve.http import EventStream, error_response, read_body, while_connected
@@ -134,6 +134,7 @@ class Endpoints:
     def _tokenized(self, request: TokenizeRequest) -> TokenizeBody:
         _, llm = self.models.find(request.model)
         if request.prompt is not None:
+            check_length(llm, request.prompt)
             ids = llm.encode(request.prompt, add_special=request.add_special_tokens is not False)
         else:
             variables = {**(request.chat_template_kwargs or {})}

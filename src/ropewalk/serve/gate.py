@@ -71,7 +71,7 @@ class Gate:
             if status == 0:
                 await error_response(ApiError("internal error", status=500))(scope, receive, told)
         finally:
-            if status >= 400:
+            if status >= 400 and status != CLIENT_CLOSED:
                 self._metrics.refused(status)
             client = scope.get("client")
             line = {

@@ -99,7 +99,6 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, unless the client goes before."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
         latest = loop.time()
 
@@ -119,6 +118,7 @@ class EventStream(Response):
 
         pinging = asyncio.ensure_future(ping())
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await while_connected(receive, self._streaming.run(events))
             await write("data: [DONE]\n\n", more=False)
         finally:

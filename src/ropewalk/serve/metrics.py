@@ -85,6 +85,10 @@ class Metrics:
         """Count a request that got an error."""
         self._refused.labels(str(status)).inc()
 
+    def aborted(self, served: Served, n: int) -> None:
+        """Count completions whose client went away."""
+        self._success.labels(served.name, "abort").inc(n)
+
     def ended(self, served: Served, output: RequestOutput) -> None:
         """Count a request that ended."""
         t = output.timings

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ropewalk.api.bodies import ModelBody, now
 from ropewalk.api.errors import ApiError, near
+from ropewalk.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from ropewalk.async_engine import AsyncEngine
@@ -74,7 +75,12 @@ class Models:
 
     def __init__(self, served: Mapping[str, Served], aliases: Mapping[str, str]) -> None:
         self.served = dict(served)
-        self._names = {name: name for name in served} | dict(aliases)
+        adapters = {name: owner for owner, each in served.items() for name in each.engine.llm.adapters}
+        if both := (adapters.keys() & served.keys()) | (adapters.keys() & aliases.keys()):
+            raise InvalidParameterError(
+                f"the name {min(both)!r} is one of an adapter and of a model; allowed: either"
+            )
+        self._names = {name: name for name in served} | adapters | dict(aliases)
 
     @property
     def names(self) -> list[str]:

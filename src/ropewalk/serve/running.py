@@ -57,7 +57,7 @@ class Running:
                 message = f"the prompt has {len(job.prompt)} tokens; this server allows {most}"
                 raise ApiError(message, code="context_length_exceeded")
             wanted, limit = job.params.max_tokens, self._options.max_output_tokens
-            if limit is not None and wanted is not None and wanted > limit:
+            if job.is_limited and limit is not None and wanted is not None and wanted > limit:
                 raise ApiError(f"max_tokens is {wanted}; this server allows {limit}", param="max_tokens")
 
     @asynccontextmanager
@@ -82,10 +82,13 @@ class Running:
     async def whole(self, task: Task, served: Served) -> tuple[Any, list[RequestOutput]]:
         """Run a task and return its body and its outputs; raises ApiError."""
         with told_as_api_errors(served.engine), served.place(task.n_sequences):
-            async with self.limited():
-                async with asyncio.TaskGroup() as group:
+            try:
+                async with self.limited(), asyncio.TaskGroup() as group:
                     waiting = [group.create_task(self._generate(job, served.engine)) for job in task.jobs]
-                outputs = [each.result() for each in waiting]
+            except asyncio.CancelledError:
+                self.metrics.aborted(served, task.n_sequences)
+                raise
+            outputs = [each.result() for each in waiting]
             for output in outputs:
                 self.metrics.ended(served, output)
             return task.body(outputs), outputs
@@ -98,8 +101,8 @@ class Running:
         return output
 
     def _params(self, job: Job) -> Any:
-        limit = self._options.max_output_tokens
-        if limit is None or job.params.max_tokens is not None:
+        limit, wanted = self._options.max_output_tokens, job.params.max_tokens
+        if limit is None or (wanted is not None and wanted <= limit):
             return job.params
         return replace(job.params, max_tokens=limit)
 
@@ -178,6 +181,8 @@ class Streaming:
         """End what has not ended, and give the places back."""
         place, self._place = self._place, None
         if place is not None:
+            if not self.outputs and self.error is None:
+                self._running.metrics.aborted(self._served, self._task.n_sequences)
             for stream in self._streams:
                 await stream.aclose()
             place.__exit__(None, None, None)
