@@ -69,6 +69,30 @@ class TestForks:
         assert engine.statistics().pages_used == 4
         run(engine)
 
+    @pytest.mark.parametrize("prefix_cache", [True, False])
+    def test_of_all_relatives_the_one_with_most_in_common_is_shared_with(self, toy, prefix_cache):
+        backend = toy()
+        engine = engine_of(backend, prefix_cache=prefix_cache)
+        first = engine.add_request([1] * 36, drawn(1))
+        steps(engine, 3)
+        second = engine.fork(first, drawn(2))
+        steps(engine, 6)
+        assert first.output[:6] != second.output[:6]
+        backend.batch_sizes.clear()
+        engine.fork(second, drawn(3))
+        steps(engine, 1)
+        assert backend.batch_sizes == [3]
+
+    def test_a_prompt_that_is_being_read_is_read_once(self, toy):
+        backend = toy()
+        engine = engine_of(backend, token_budget=16, prefix_cache=False)
+        first = engine.add_request([i % 7 for i in range(40)], drawn(1))
+        steps(engine, 1)
+        second = engine.fork(first, drawn(2))
+        steps(engine, 3)
+        assert backend.batch_sizes == [16, 16, 8, 2]
+        assert second.n_computed == 40
+
     def test_the_same_seed_goes_on_with_the_same_tokens(self, toy):
         engine = engine_of(toy())
         first = engine.add_request([1] * 20, drawn(1))

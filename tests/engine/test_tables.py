@@ -1,5 +1,7 @@
 """Page tables by themselves: which page is written, which is copied, which is taken over."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,32 @@ def test_what_is_missing_is_what_extending_takes(tables):
     assert not tables.extend(second, 49)
     assert tables.extend(second, 48)
     assert tables.pool.n_free == 0
+
+
+def test_a_page_from_disk_is_written_after_the_copies_from_the_page_that_was_there(tables):
+    """A copy is queued, its source goes idle, and a page that is loaded in the same step takes its place."""
+    done = []
+    tables.shelf = SimpleNamespace(
+        cache=SimpleNamespace(
+            copy_pages=lambda pairs: done.append(list(pairs)), write_page=lambda page, _: done.append(page)
+        ),
+        store=SimpleNamespace(load=lambda key, i, text: "contents" if i == 0 else None),
+        save=lambda *args: None,
+    )
+    first, second = pair(20)
+    compute(tables, first, 40)
+    tables.reuse(second)
+    source = first.pages[1]
+    tables.drop(first)
+    assert tables.extend(second, 20)
+    target = second.pages[1]
+    tables.pool.allocate(5)  # everybody else's: only the source is left
+    third, _ = pair(20)
+    third.window[:] += 1
+    assert tables.reuse(third, from_disk=True) == 16
+    assert (third.pages, third.n_from_disk) == ([source], 16)
+    assert done == [[(source, target)], source]
+    assert tables.take_copies() == []
 
 
 def test_check_sees_a_table_that_wastes_a_page(tables):
