@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -33,50 +32,66 @@ Numbers = NDArray[np.float64]
 
 
 class StepCosts:
-    """Seconds of a step by its number of tokens: the median of the last few of that size.
+    """Seconds of a step by its number of tokens: the mean of the last few of that size, busy moments included.
 
-    Between sizes that were measured it is interpolated, a smaller one takes its share of the smallest, and a larger one
-    what the largest does: what was not tried yet looks good, and is tried. A size that was not seen for `LIFETIME` steps is forgotten: the machine may have other work now.
+    What was not tried yet should look good, so that it is tried: between two sizes that were measured seconds are taken
+    to grow with the square of the distance from the smaller, and a larger one than all to cost no more. A size is
+    forgotten when it was not seen for `LIFETIME` steps for each of its measurements: other work comes and goes, and a
+    single measurement may have met a busy moment.
     """
 
-    RECENT = 5
-    LIFETIME = 400
+    RECENT = 8
+    LIFETIME = 50
+    FRESH = 32  # steps since the last measurement of a size that is to be compared with
+    MANY = 32  # tokens from which a step is a measurement of reading
+    WEIGHT = 0.2  # of the newest such measurement
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._means: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._n_steps = 0
-        self._sizes: Numbers = np.zeros(0)
-        self._seconds: Numbers = np.zeros(0)
+        self._sizes: Numbers = np.zeros(1)
+        self._seconds: Numbers = np.zeros(1)
+        self._reading_s: float | None = None
 
     def record(self, n_tokens: int, seconds: float) -> None:
         """Note what a step took."""
         self._n_steps += 1
         times = self._times.setdefault(n_tokens, deque(maxlen=self.RECENT))
         times.append(seconds)
-        self._medians[n_tokens], self._seen[n_tokens] = median(times), self._n_steps
-        for size in [n for n, seen in self._seen.items() if seen <= self._n_steps - self.LIFETIME]:
-            del self._times[size], self._medians[size], self._seen[size]
-        points = np.array([(0.0, 0.0), *sorted(self._medians.items())])
+        self._means[n_tokens], self._seen[n_tokens] = sum(times) / len(times), self._n_steps
+        for size in [n for n, seen in self._seen.items() if self._n_steps - seen >= self._life_of(n)]:
+            del self._times[size], self._means[size], self._seen[size]
+        points = np.array([(0.0, 0.0), *sorted(self._means.items())])
         self._sizes = points[:, 0]
         # A larger step is no quicker: what says otherwise met a busy moment.
         self._seconds = np.minimum.accumulate(points[::-1, 1])[::-1]
+        if n_tokens >= self.MANY:
+            each = seconds / n_tokens
+            self._reading_s = (
+                each if self._reading_s is None else self._reading_s + self.WEIGHT * (each - self._reading_s)
+            )
 
-    def knows(self, n_tokens: int) -> bool:
-        """Whether a step of this size was measured lately."""
-        return n_tokens in self._times
+    def _life_of(self, n_tokens: int) -> int:
+        return self.LIFETIME * len(self._times[n_tokens])
+
+    def is_fresh(self, n_tokens: int) -> bool:
+        """Whether a step of this size was measured in one of the last few steps."""
+        return n_tokens in self._seen and self._n_steps - self._seen[n_tokens] < self.FRESH
 
     def expect(self, n_tokens: NDArray[np.int_] | int) -> Numbers:
         """Seconds of steps with so many tokens, of the same shape; 0 before anything was measured."""
-        if not len(self._sizes):
-            return np.zeros(np.shape(n_tokens))
-        return np.asarray(np.interp(n_tokens, self._sizes, self._seconds))
+        n = np.asarray(n_tokens, np.float64)
+        below = np.searchsorted(self._sizes, n, side="right") - 1
+        above = np.minimum(below + 1, len(self._sizes) - 1)
+        width = np.maximum(self._sizes[above] - self._sizes[below], 1.0)
+        share = np.minimum((n - self._sizes[below]) / width, 1.0) ** 2
+        return np.asarray(self._seconds[below] + share * (self._seconds[above] - self._seconds[below]))
 
     def reading(self, n_tokens: int) -> float:
-        """Seconds to read so many tokens: beyond the largest step that was measured, as many of those as it takes."""
-        largest = self._sizes[-1] if len(self._sizes) else n_tokens
-        return float(self.expect(n_tokens)) * max(1.0, n_tokens / largest)
+        """Seconds to read many tokens, as in large steps so far; 0 before there was one."""
+        return n_tokens * (self._reading_s or 0.0)
 
 
 class Acceptance:
@@ -161,7 +176,8 @@ class AdaptivePace(Pace):
     """
 
     TRIES = 8
-    FAR_BEHIND = 32  # tokens above which reading them has to pay off over the rest of the output
+    MARGIN = 1.05  # times as many tokens a second must be promised before anything is risked
+    FAR_BEHIND = 32  # tokens above which reading them has to pay off twice over the rest of the output
     LONGEST_REST = 512  # tokens that an output is taken to have left at most
 
     def __init__(self, priors: Sequence[float]) -> None:
@@ -190,7 +206,7 @@ class AdaptivePace(Pace):
         if any(draft.tokens for draft in drafts):
             return self._best_group(drafts, open_, step, costs, n_behind)
         reading = {draft: costs.reading(n) for draft in open_ if (n := n_behind(draft)) > self.FAR_BEHIND}
-        paying = [d for d in open_ if d not in reading or self._saves(d, step, costs) > reading[d]]
+        paying = [d for d in open_ if d not in reading or self._saves(d, step, costs) > 2 * reading[d]]
         chosen = self._best_group(drafts, paying, step, costs, n_behind)
         return chosen + self._due([d for d in open_ if d not in chosen], chosen, step, reading)
 
@@ -201,6 +217,8 @@ class AdaptivePace(Pace):
         gains = [(gain, i) for i, draft in enumerate(drafts) for gain in self._gains(draft)]
         gains.sort(key=lambda pair: -pair[0])
         rates = self._rates(step, np.array([gain for gain, _ in gains]))
+        if not step.drafting_s:  # else the risk was taken
+            rates[0] *= self.MARGIN
         best = int(np.argmax(rates))
         counts = [0] * len(drafts)
         for _, i in gains[:best]:
@@ -213,8 +231,8 @@ class AdaptivePace(Pace):
         return counts
 
     def _can_judge(self, step: Step) -> bool:
-        """Whether the step reads no prompt, and it is known what it takes without drafts."""
-        return step.n_tokens == step.n_drawing and self.costs.knows(step.n_tokens)
+        """Whether the step reads no prompt, and it is known what it takes without drafts: now and then one has none."""
+        return step.n_tokens == step.n_drawing and self.costs.is_fresh(step.n_tokens)
 
     def _record(self, draft: Draft) -> _Record:
         record = self._records.get(draft.request)
@@ -253,6 +271,8 @@ class AdaptivePace(Pace):
             reached[id(draft)] = float(gains[-1]) if len(gains) else 1.0
         candidates = sorted(open_, key=lambda d: -reached[id(d)] * overall[id(d)])
         best_rate = float(self._rates(step, np.sort(np.array(known))[::-1]).max())
+        if not known:
+            best_rate *= self.MARGIN
         n_best, n_tokens, tokens = 0, step.n_tokens + len(known), step.n_drawing + sum(known)
         extra, behind = np.zeros(0), 0
         for n_growing, draft in enumerate(candidates, 1):
