@@ -112,8 +112,8 @@ def test_every_phase_is_timed_once_and_no_bit_changes(backend):
     layer = ["norm", "qkv", "rotate", "attend", "pointwise", "out", "norm", "gate_up", "pointwise", "down"]
     one_pass = ["prepare", *layer * backend.config.n_layers]
     worked = [part for part in record.parts if part != "wait"]
-    assert worked == [*one_pass, *one_pass, "norm", "output"]
-    assert record.parts.count("wait") == len(worked) - 2  # every phase ends at a barrier
+    assert worked == [*one_pass, "finish", "trace", *one_pass, "norm", "output", "finish", "trace"]
+    assert record.parts.count("wait") == len(worked) - 6  # every phase in the kernels ends at a barrier
     times = [record.start_ns, *record.ends_ns, end_ns]
     assert times == sorted(times)
     assert len(record.ends_ns) == len(record.parts)

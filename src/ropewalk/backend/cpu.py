@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ropewalk.backend.account import Account
 from ropewalk.backend.adapters import AdapterTable
 from ropewalk.backend.angles import Angles
-from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
+from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord, now_ns
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
@@ -235,7 +235,14 @@ class CpuBackend:
         The first call for a state of a model file reads all of it. Raises CheckpointError if it changed meanwhile.
         """
         kind = self._checkpoint.kind  # names what the weights were quantized to while they were loaded
-        facts = [fingerprint(self._stamp).hex(), kind, numerics_hash(), repr(self.config), dtype, str(PAGE_SIZE)]
+        facts = [
+            fingerprint(self._stamp).hex(),
+            kind,
+            numerics_hash(),
+            repr(self.config),
+            dtype,
+            str(PAGE_SIZE),
+        ]
         facts += [f"{t.name} {t.shape} {t.format.name}" for t in self._checkpoint.tensors.values()]
         return hashlib.sha256("\0".join(facts).encode()).digest()
 
@@ -340,6 +347,7 @@ class CpuBackend:
                 record.weight_bytes["adapt"] = record.weight_bytes.get("adapt", 0) + self._adapters.bytes_of(
                     adapters
                 )
+            record.lap("trace")
 
     def _adapt(self, batch: StepBatch, part: slice) -> NDArray[np.int32] | None:
         """Tell the kernels which adapters the tokens have; returns them if there are any, to be kept for the step."""
@@ -357,9 +365,10 @@ class CpuBackend:
             self._team.step()
         finally:
             self._job[Job.CLOCK] = 0
+        returned_ns = now_ns()
         parts, ends_ns = read_log(self._log)
-        record.parts += ["prepare", *(PARTS[part] for part in parts[1:])]
-        record.ends_ns += ends_ns.tolist()
+        record.parts += ["prepare", *(PARTS[part] for part in parts[1:]), "finish"]
+        record.ends_ns += [*ends_ns.tolist(), returned_ns]
 
     def _split_attention(self, n: int, last_position: int) -> None:
         """Let threads share the partitions of a context where tokens and KV heads alone would leave some idle."""
