@@ -5,6 +5,7 @@ import pytest
 
 from ropewalk import LLM, SamplingParams
 from ropewalk.errors import InvalidParameterError
+from ropewalk.passes import log_softmax
 
 gguf = pytest.importorskip("gguf")  # a development dependency
 PROMPT = "A rope is made of fibres that are twisted together, and it was first made by hand, in long walks."
@@ -93,3 +94,18 @@ def test_names_that_are_not_known(smollm2, files, known):
                 use("a", SamplingParams(adapter="green"))
     with pytest.raises(InvalidParameterError, match="adapter is 3; allowed: a name, or None"):
         SamplingParams(adapter=3)
+
+
+def test_scores_and_vectors_through_an_adapter(smollm2, files):
+    with LLM(smollm2, context_length=128, kv_tokens=128, adapters=files) as llm:
+        logits = [llm.logits([5, 6, 7], adapter=name) for name in (None, "red", "blue")]
+        assert not np.array_equal(logits[0], logits[1]) and not np.array_equal(logits[1], logits[2])
+        for name, rows in zip((None, "red", "blue"), logits, strict=True):
+            (score,) = llm.score([5], [[6, 7]], adapter=name)
+            picked = [log_softmax(rows)[i, token] for i, token in enumerate((6, 7))]
+            assert score.logprobs.tolist() == picked
+        vectors = [llm.embed([5, 6, 7], adapter=name) for name in (None, "red", "blue")]
+        assert len({v.tobytes() for v in vectors}) == 3
+        for use in (llm.embed, llm.logits):
+            with pytest.raises(InvalidParameterError, match="adapter is 'green'"):
+                use([5], adapter="green")

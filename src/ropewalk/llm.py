@@ -400,6 +400,11 @@ class LLM:
         return Grammars(self.tokenizer, self.config.vocab_size)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the low-rank adapters that requests can ask for."""
+        return tuple(self.driver.engine.adapters)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` and `stream_chat` can be used."""
         return self.chat_template is not None
@@ -431,7 +436,7 @@ class LLM:
         """Return the text of token ids, without special tokens unless `skip_special` is False."""
         return self.tokenizer.decode(token_ids, skip_special=skip_special)
 
-    def logits(self, token_ids: Sequence[int]) -> Float32Array:
+    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> Float32Array:
         """Return the raw logits of every position: row i is the model's prediction after token i.
 
         Parameters
@@ -447,9 +452,11 @@ class LLM:
         PromptError
             If there are no tokens, too many, or some outside the vocabulary.
         """
-        return np.concatenate([rows.copy() for rows in self.logits_in_parts(token_ids)])
+        return np.concatenate([rows.copy() for rows in self.logits_in_parts(token_ids, adapter=adapter)])
 
-    def logits_in_parts(self, token_ids: Sequence[int]) -> Iterator[Float32Array]:
+    def logits_in_parts(
+        self, token_ids: Sequence[int], *, adapter: str | None = None
+    ) -> Iterator[Float32Array]:
         """Yield what `logits` returns a few rows at a time, each part valid until the next is asked for.
 
         No other thread can generate before the iterator has ended or was closed.
@@ -457,9 +464,11 @@ class LLM:
         ids = self._checked_ids(token_ids)
         with self.driver.lock:
             self.driver.check_open()
-            yield from self._passes.logits(ids)
+            yield from self._passes.logits(ids, self._adapter_number(adapter))
 
-    def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+    def score(
+        self, context: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
+    ) -> list[Score]:
         """How probable each of several continuations of a context is, in the model's own distribution.
 
         Parameters
@@ -468,6 +477,8 @@ class LLM:
         continuations : sequence of str, or of token ids
             If they and the context are strings, they are encoded together, since a token may reach across the border:
             what is scored begins with the first token that the context alone does not have.
+        adapter : str, optional
+            Name of the low-rank adapter to go through.
 
         Returns
         -------
@@ -481,16 +492,22 @@ class LLM:
         """
         pairs = [self._context_and_rest(context, continuation) for continuation in continuations]
         scores: dict[int, Score] = {}
+        number = self._adapter_number(adapter)
         with self.driver.lock:
             self.driver.check_open()
             for ids in dict.fromkeys(tuple(ids) for ids, _ in pairs):  # nearly always one
                 mine = [i for i, pair in enumerate(pairs) if tuple(pair[0]) == ids]
-                found = self._passes.score(ids, [pairs[i][1] for i in mine])
+                found = self._passes.score(ids, [pairs[i][1] for i in mine], number)
                 scores.update(zip(mine, found, strict=True))
         return [scores[i] for i in range(len(pairs))]
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, normalize: bool = True
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        adapter: str | None = None,
     ) -> Float32Array:
         """Return a vector for each text, made of the hidden states after the last layer's norm.
 
@@ -502,6 +519,8 @@ class LLM:
             model that reads forward has seen the whole text only there.
         normalize : bool
             Divide each vector by its Euclidean norm, so that a dot product is the cosine of the angle.
+        adapter : str, optional
+            Name of the low-rank adapter to go through.
 
         Returns
         -------
@@ -511,6 +530,7 @@ class LLM:
         ------
         PromptError, InvalidParameterError
         """
+        number = self._adapter_number(adapter)
         chosen = pooling or self.config.pooling or "last"
         if chosen not in POOLINGS[1:]:
             raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
@@ -520,7 +540,7 @@ class LLM:
         with self.driver.lock:
             self.driver.check_open()
             for i, text in enumerate(ids):
-                (states,) = self._passes.hidden([text])
+                (states,) = self._passes.hidden([text], number)
                 vectors[i] = (
                     states[-1]
                     if chosen == "last"
@@ -531,6 +551,10 @@ class LLM:
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         return vectors
+
+    def _adapter_number(self, name: str | None) -> int:
+        self.driver.engine.check_adapter(name)
+        return -1 if name is None else self.adapters.index(name)
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         _check_kind(token_ids)

@@ -68,25 +68,30 @@ class Passes:
         self._cache_dtype = cache_dtype
         self._budget = token_budget
 
-    def logits(self, token_ids: Sequence[int]) -> Iterator[Float32Array]:
-        """Yield the logits of all positions, a few at a time: float32 [m, vocab], valid until the next is asked for."""
+    def logits(self, token_ids: Sequence[int], adapter: int = -1) -> Iterator[Float32Array]:
+        """Yield the logits of all positions, a few at a time: float32 [m, vocab], valid until the next is asked for.
+
+        Here and below, `adapter` is the number of the low-rank adapter to go through; -1: none.
+        """
         cache = self._new_cache(pages_for(len(token_ids)))
         whole = _Sequence(_ids(token_ids), 0, _pages(0, len(token_ids)))
-        for batch in _batches([whole], min(self._budget, MAX_LOGIT_ROWS)):
+        for batch in _batches([whole], min(self._budget, MAX_LOGIT_ROWS), adapter):
             yield self._backend.forward(_with_logits(batch), cache)
 
-    def hidden(self, sequences: Sequence[Sequence[int]]) -> list[Float32Array]:
+    def hidden(self, sequences: Sequence[Sequence[int]], adapter: int = -1) -> list[Float32Array]:
         """Return the last layer's output after the output norm, of every token: float32 [n, hidden_size] each."""
         laid_out, n_pages = [], 0
         for token_ids in sequences:
             laid_out.append(_Sequence(_ids(token_ids), 0, _pages(n_pages, len(token_ids))))
             n_pages += len(laid_out[-1].table)
         cache = self._new_cache(n_pages)
-        rows = [self._backend.hidden(batch, cache) for batch in _batches(laid_out, self._budget)]
+        rows = [self._backend.hidden(batch, cache) for batch in _batches(laid_out, self._budget, adapter)]
         ends = np.cumsum([len(token_ids) for token_ids in sequences])
         return np.split(np.concatenate(rows), ends[:-1])
 
-    def score(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[Score]:
+    def score(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]], adapter: int = -1
+    ) -> list[Score]:
         """Score each of several continuations, of at least one token, of a context, of at least one token."""
         n_context, n_shared = len(context), len(context) // PAGE_SIZE
         longest = n_context + max(map(len, continuations), default=1) - 1
@@ -103,13 +108,14 @@ class Passes:
             n_pages += len(own)
             tables.append(np.concatenate([shared[:n_shared], own]))
         cache = self._new_cache(n_pages)
-        first = self._last_logits(_Sequence(_ids(context), 0, shared), cache)
+        first = self._last_logits(_Sequence(_ids(context), 0, shared), cache, adapter)
         cache.copy_pages(copies)
         # The last token of a continuation is predicted, but predicts nothing that is asked for.
         known = [_ids(token_ids)[:-1] for token_ids in continuations]
         rows = self._rows_of(
             [_Sequence(ids, n_context, table) for ids, table in zip(known, tables, strict=True) if len(ids)],
             cache,
+            adapter,
         )
         return [_score(token_ids, first, rows) for token_ids in continuations]
 
@@ -119,8 +125,8 @@ class Passes:
         rows = islice((row for rows in whole for row in rows), len(context) - 1, None)
         return _score(token_ids, next(rows).copy(), rows)
 
-    def _last_logits(self, sequence: _Sequence, cache: KVCache) -> Float32Array:
-        *before, last = _batches([sequence], self._budget)
+    def _last_logits(self, sequence: _Sequence, cache: KVCache, adapter: int) -> Float32Array:
+        *before, last = _batches([sequence], self._budget, adapter)
         for batch in before:
             self._backend.forward(batch, cache)
         logits: Float32Array = self._backend.forward(_with_logits(last, len(last.tokens) - 1), cache)[
@@ -128,8 +134,8 @@ class Passes:
         ].copy()
         return logits
 
-    def _rows_of(self, sequences: list[_Sequence], cache: KVCache) -> Iterator[Float32Array]:
-        for batch in _batches(sequences, min(self._budget, MAX_LOGIT_ROWS)):
+    def _rows_of(self, sequences: list[_Sequence], cache: KVCache, adapter: int) -> Iterator[Float32Array]:
+        for batch in _batches(sequences, min(self._budget, MAX_LOGIT_ROWS), adapter):
             yield from self._backend.forward(_with_logits(batch), cache)
 
     def _new_cache(self, n_pages: int) -> KVCache:
@@ -163,7 +169,7 @@ def _pages(first: int, n_tokens: int) -> NDArray[np.int32]:
     return np.arange(first, first + pages_for(n_tokens), dtype=np.int32)
 
 
-def _batches(sequences: Sequence[_Sequence], budget: int) -> Iterator[StepBatch]:
+def _batches(sequences: Sequence[_Sequence], budget: int, adapter: int) -> Iterator[StepBatch]:
     """Lay sequences out one after another, in steps of at most `budget` tokens, without logits."""
     tables = np.zeros((len(sequences), max((len(s.table) for s in sequences), default=0)), dtype=np.int32)
     for row, sequence in enumerate(sequences):
@@ -179,6 +185,7 @@ def _batches(sequences: Sequence[_Sequence], budget: int) -> Iterator[StepBatch]
             sequences=np.repeat(np.arange(len(sequences), dtype=np.int32), lengths)[part],
             page_tables=tables,
             logit_rows=np.zeros(0, dtype=np.int32),
+            adapters=np.full(len(tokens[part]), adapter, dtype=np.int32),
             lengths=np.array([s.start + len(s.tokens) for s in sequences], dtype=np.int32),
         )
 

@@ -23,12 +23,15 @@ class EmbeddingTask:
     model, llm, user
         As in `Task`.
     texts : list of token ids
+    adapter : str or None
+        Name of the low-rank adapter that they go through.
     """
 
     def __init__(self, body: dict[str, Any], find: Find) -> None:
         request = checked(EmbeddingRequest, body)
         self.model, self.llm = find(request.model)
         self.user = request.user
+        self.adapter = request.model if request.model in self.llm.adapters else None
         self.texts = [encoded(self.llm, text) if isinstance(text, str) else text for text in request.texts]
         width = self.llm.config.hidden_size
         if request.dimensions not in (None, width):

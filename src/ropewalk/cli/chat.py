@@ -60,6 +60,7 @@ def chat(
         if not llm.has_chat_template:
             raise TemplateError(f"{model} has no chat template: use ropewalk run")
         shown = model if url is None else f"{getattr(llm, 'name', '')} of {url}"
+        params = dataclasses.replace(params, adapter=machine.adapter)
         conversation = Conversation(llm, params, system, speed)
         if sys.stdin.isatty():
             tell(f"Talking with {one_line(shown)}. /help lists the commands, Ctrl-D leaves.")

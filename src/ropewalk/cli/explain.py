@@ -80,7 +80,7 @@ def explain(
         raise typer.BadParameter(f"--trace {trace}: there is no folder {trace.parent}")
     model, prompt = model_and_prompt(model, prompt)
     text = read_stdin() if prompt is None else checked_utf8(os.fsencode(prompt), "the prompt")
-    params = dataclasses.replace(params, trace=candidates)
+    params = dataclasses.replace(params, trace=candidates, adapter=machine.adapter)
     with open_llm(model, machine) as llm:
         is_chat = not raw and (system is not None or llm.has_chat_template)
         messages = [{"role": "user", "content": text}]

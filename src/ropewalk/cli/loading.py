@@ -163,6 +163,7 @@ def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
             draft=machine.draft,
             draft_tokens=machine.draft_tokens,
             quantize=machine.quantize,
+            adapters=machine.adapters,
             max_batch=max_batch,
             progress=progress,
         )

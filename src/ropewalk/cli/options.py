@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -189,6 +190,12 @@ class Machine:
     draft: str | None = None
     draft_tokens: int | None = None
     quantize: str | None = None
+    adapters: dict[str, str] | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that a single answer goes through: the first."""
+        return next(iter(self.adapters or ()), None)
 
 
 def machine(
@@ -249,6 +256,14 @@ def machine(
         str | None,
         typer.Option("--quantize", metavar="TYPE", help="Quantize while loading: q8, q6, q5, q4, or a type."),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="[NAME=]PATH",
+            help="A low-rank adapter: a GGUF file or a PEFT folder. serve takes several, each a model's name.",
+        ),
+    ] = None,
 ) -> Machine:
     """The options that say how to run a model."""
     if kv_memory is not None:
@@ -279,7 +294,24 @@ def machine(
         cache_dir,
         cache_dir_size,
         quantize=quantize,
+        adapters=dict(map(parse_adapter, lora)) if lora else None,
     )
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """`"NAME=PATH"` as name and path; a path alone is called by its last part, without its suffix.
+
+    Raises
+    ------
+    InvalidParameterError
+        If one of the two is empty.
+    """
+    name, equals, path = text.partition("=")
+    if not equals:
+        name, path = Path(text).stem, text
+    if not name or not path:
+        raise InvalidParameterError(f"--lora {text!r}: expected [NAME=]PATH")
+    return name, path
 
 
 def drafts(

@@ -53,7 +53,7 @@ def run(
         raise typer.BadParameter("--logprobs needs --json")
     model, prompt = model_and_prompt(model, prompt)
     text = read_stdin() if prompt is None else checked_utf8(os.fsencode(prompt), "the prompt")
-    params = dataclasses.replace(params, logprobs=logprobs)
+    params = dataclasses.replace(params, logprobs=logprobs, adapter=machine.adapter)
     with open_llm(model, machine) as llm:
         use_chat = not raw and (chat or system is not None or llm.has_chat_template)
         messages = [{"role": "user", "content": text}]

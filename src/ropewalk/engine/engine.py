@@ -275,6 +275,12 @@ class Engine:
         )
         self._validate_params(params)
 
+    def check_adapter(self, name: str | None) -> None:
+        """Raise InvalidParameterError unless there is an adapter of this name; None is always fine."""
+        if name is not None and name not in self.adapters:
+            known = ", ".join(map(repr, self.adapters)) or "None, since the model was opened without adapters"
+            raise InvalidParameterError(f"adapter is {name!r}; allowed: {known}")
+
     def _validate_params(self, params: SamplingParams) -> None:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
             for token in ids:
@@ -282,9 +288,7 @@ class Engine:
                     raise InvalidParameterError(
                         f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
                     )
-        if params.adapter is not None and params.adapter not in self.adapters:
-            known = ", ".join(map(repr, self.adapters)) or "None, since the model was opened without adapters"
-            raise InvalidParameterError(f"adapter is {params.adapter!r}; allowed: {known}")
+        self.check_adapter(params.adapter)
         most = self.context_length - MIN_ROOM
         if params.slide and most < 0:
             raise InvalidParameterError(

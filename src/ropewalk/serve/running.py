@@ -115,7 +115,10 @@ class Running:
             )
         with told_as_api_errors(served.engine), served.place(1):
             async with self.limited():
-                vectors = [(await asyncio.to_thread(task.llm.embed, [text]))[0] for text in task.texts]
+                vectors = [
+                    (await asyncio.to_thread(task.llm.embed, [text], adapter=task.adapter))[0]
+                    for text in task.texts
+                ]
             return task.body(vectors)
 
     def begin(self, task: Task, served: Served) -> Streaming:
