@@ -95,6 +95,8 @@ class TestStatuses:
         ):
             done = ropewalk("batch", source, "-o", out, *options)
             assert (done.exit_code, "answers another input" in done.stderr) == (1, True)
+        for options in (["--threads", 1], ["--no-prefix-cache"], ["--max-batch", 2], ["--prompt-lookup"]):
+            assert ropewalk("batch", source, "-o", out, *options).exit_code == 0
         files(line(0), line(1))
         assert ropewalk("batch", source, "-o", out).exit_code == 1
         assert len(opened) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 3
 """Exit status when every line is answered, and some of the answers are errors."""
+WITHOUT_EFFECT = frozenset(
+    {
+        *("n_threads", "kv_memory", "prefix_cache", "cache_dir", "cache_dir_size"),
+        *("draft", "draft_tokens"),
+    }
+)
+"""Options of the machine that never change a token."""
 LINE_EVERY_S = 30.0
 """Between lines of progress where stderr is no terminal."""
 
@@ -62,8 +70,7 @@ def batch(
 
     source = BatchInput(requests)
     name = name_of(model)
-    run = json.dumps([name, max_tokens, machine.cache_dtype, machine.context_length])
-    with BatchOutput(output, source, run.encode()) as answers:
+    with BatchOutput(output, source, what_matters(name, max_tokens, machine)) as answers:
         left = source.n_requests - answers.n_done
         if answers.n_done and not quiet:
             tell(f"{answers.n_done} of {source.n_requests} requests are answered already")
@@ -79,6 +86,12 @@ def batch(
                 tell(summary(tally))
         if answers.n_failed:
             raise typer.Exit(SOME_FAILED)
+
+
+def what_matters(name: str, max_tokens: int | None, machine: Machine) -> bytes:
+    """What the answers of a batch depend on, besides its requests."""
+    settings = {k: v for k, v in dataclasses.asdict(machine).items() if k not in WITHOUT_EFFECT}
+    return json.dumps([name, max_tokens, settings], sort_keys=True, default=str).encode()
 
 
 async def _run(llm: Any, name: str, source: BatchInput, answers: BatchOutput, **options: Any) -> Tally:
