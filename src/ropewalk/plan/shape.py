@@ -207,11 +207,7 @@ def shape_of_gguf(checkpoint: Checkpoint) -> ModelShape:
         layers, context_length = _layers_of_keys(checkpoint.metadata)
         notes = (f"planned for by its keys alone, sliding windows left aside, as it cannot be run: {error}",)
     else:
-        layers = tuple(
-            LayerShape(config.n_heads, config.n_kv_heads, config.head_dim, config.head_dim, window)
-            for window in config.layer_window
-        )
-        context_length = config.context_length
+        layers, context_length = _layers_of_config(checkpoint.metadata, config), config.context_length
     name = checkpoint.metadata.get("general.name")
     return ModelShape(
         name=name if isinstance(name, str) else checkpoint.path.name,
@@ -220,6 +216,15 @@ def shape_of_gguf(checkpoint: Checkpoint) -> ModelShape:
         weight_type=_types_of_tensors(checkpoint),
         context_length=context_length,
         notes=notes,
+    )
+
+
+def _layers_of_config(metadata: Mapping[str, object], config: ModelConfig) -> tuple[LayerShape, ...]:
+    if _Keys(metadata).integer("attention.kv_lora_rank", 0):
+        return _layers_of_keys(metadata)[0]
+    return tuple(
+        LayerShape(config.n_heads, config.n_kv_heads, config.head_dim, config.head_dim, window)
+        for window in config.layer_window
     )
 
 
