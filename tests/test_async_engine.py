@@ -584,19 +584,31 @@ class TestClosing:
         run(main)
 
     def test_a_forked_child_is_told(self):
-        engine = AsyncEngine(toy_llm())
+        llm = toy_llm(Slow())
+        engine = AsyncEngine(llm)
+        llm.backend.gate.clear()
+        stream = engine.stream("b", SEEDED, request_id="mine")
         child = os.fork()
         if child == 0:
             status = 1
             with contextlib.suppress(BaseException):
-                try:
-                    engine.stream("a")
-                except GenerationError as error:
-                    status = 0 if "forked" in str(error) and not engine.is_alive else 2
+                refused = 0
+                for use in (
+                    lambda: anext(stream),
+                    lambda: engine.abort("mine"),
+                    lambda: engine.generate("a"),
+                ):
+                    try:
+                        go(use())
+                    except GenerationError as error:
+                        refused += "forked" in str(error)
                 go(engine.close())
+                status = 0 if refused == 3 and not engine.is_alive else 2
             os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        llm.backend.gate.set()
         assert go(engine.generate("a", SEEDED)).text == alone("a").text
+        assert go(anext(stream)).token_id == alone("b").token_ids[0]
         go(engine.close())
 
     @pytest.mark.parametrize(

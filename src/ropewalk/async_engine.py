@@ -182,6 +182,7 @@ class AsyncEngine:
         bool
             False if there is no such request, or it had ended by then.
         """
+        self._worker.check_process()
         mailbox = self._worker.mailboxes.get(request_id)
         if mailbox is None:
             return False
@@ -253,6 +254,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
     async def __anext__(self) -> StreamChunk:
         if self._closed:
             raise StopAsyncIteration
+        self._engine._worker.check_process()
         if self._mailbox.is_awaited:
             raise RuntimeError("another task waits for the next chunk of this stream")
         try:
@@ -428,6 +430,11 @@ class _Worker:
         if self._pid == os.getpid():
             self._driver.post(action)
             self._bell.put(None)
+
+    def check_process(self) -> None:
+        """Raise GenerationError in a forked child, where nothing would ever come."""
+        if self._pid != os.getpid():
+            raise self._refusal()
 
     def _refusal(self) -> GenerationError:
         if self._pid != os.getpid():
