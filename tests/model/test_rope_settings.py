@@ -9,7 +9,7 @@ from ropewalk.errors import CheckpointError, InvalidParameterError, UnsupportedM
 from ropewalk.model.config import RopeConfig
 from ropewalk.model.reference import Reference
 from ropewalk.model.rope import DynamicNTK, Linear, Llama3, LongRope, NTKAware, YaRN
-from ropewalk.model.rope_settings import override_rope, read_scaling
+from ropewalk.model.rope_settings import override_rope
 
 SHORT, LONG = np.float32([1.0, 1.1, 1.3, 2.0]), np.float32([1.0, 3.0, 9.0, 27.0])
 LISTS = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
@@ -35,34 +35,6 @@ def test_keys_of_a_file(tiny):
     assert scaling(tiny, changed).beta_fast == 16.0
     assert scaling(tiny, yarn | {"scaling.yarn_log_multiplier": 1.0}).attention_scale == 1.0
     assert scaling(tiny, yarn | {"scaling.attn_factor": 0.5}).attention_scale == 0.5 * plain.attention_scale
-
-
-class Keys(dict):
-    """The reads of `read_scaling` over plain values."""
-
-    prefix = "deepseek2."
-
-    def value(self, key):
-        return self.get(key)
-
-    def number(self, key, default=None, **limits):
-        return self.get(key, default)
-
-    boolean = integer = number
-
-
-def test_latent_attention_states_a_tenth_of_its_multiplier():
-    """DeepSeek-V2: both multipliers are 0.707, so cosines are left alone; the score gets its factor elsewhere."""
-    keys = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 40.0,
-        "rope.scaling.yarn_log_multiplier": 0.0707,
-    }
-    scaling = read_scaling(Keys(keys, **{"attention.kv_lora_rank": 512}), 4096, False)
-    assert scaling.attention_scale == 1.0
-    assert scaling.mscale_all_dim == pytest.approx(0.707)
-    plain = read_scaling(Keys(keys), 4096, False)
-    assert plain.attention_scale == pytest.approx((1 + 0.1 * math.log(40)) / (1 + 0.00707 * math.log(40)))
 
 
 def test_keys_of_a_folder_that_gguf_does_not_have(tiny):

@@ -110,20 +110,14 @@ def _yarn(keys: Keys, factor: float, original: int, stated: float) -> YaRN:
                 f"{keys.prefix}rope.scaling.{key} = {value:g} is not supported; supported: {neutral[0]:g}, "
                 f"{neutral[1]:g}"
             )
-    under = keys.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=LARGEST)
-    over = 1.0
-    if keys.value("attention.kv_lora_rank") is not None:
-        over = under = (
-            under / 0.1
-        )  # converters of models with latent attention write a tenth, and both are the same
     scaling = YaRN(
         factor=factor or 1.0,
         original_context=original,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, low=0.0, high=LARGEST, open_low=True),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, low=0.0, high=LARGEST, open_low=True),
         truncate=keys.boolean("rope.scaling.yarn_truncate", True),
-        mscale=over,
-        mscale_all_dim=under,
+        mscale=1.0,
+        mscale_all_dim=keys.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=LARGEST),
     )
     return replace(scaling, attention_factor=stated * scaling.attention_scale) if stated else scaling
 
