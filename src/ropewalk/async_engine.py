@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError, InvalidParameterError
-from ropewalk.generation import Generation
+from ropewalk.generation import Generation, nothing
 from ropewalk.llm import LLM, Conversation, Prompt, _Prepared
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
@@ -513,7 +513,7 @@ class _Worker:
         output = None
         try:
             if generation is not None:
-                generation.on_advance = _nothing
+                generation.on_advance = nothing
                 self._driver.drop(generation)
                 output = generation.output
         finally:
@@ -526,7 +526,3 @@ def _caused_by(cause: BaseException, what: str = "") -> GenerationError:
     error = GenerationError(f"{what}{cause}" if str(cause) else f"{what}{type(cause).__name__}")
     error.__cause__ = cause
     return error
-
-
-def _nothing() -> None:
-    pass

@@ -7,17 +7,18 @@ had a part in it; so any number of threads share the steps of one engine, and no
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from ropewalk.engine.engine import Engine
 from ropewalk.engine.request import Request
 from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError
-from ropewalk.generation import Generation
+from ropewalk.generation import Generation, nothing
 
 if TYPE_CHECKING:
     from ropewalk.text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class Driver:
         self.closed = False
         self._posted: deque[Callable[[], object]] = deque()
         self._picture = engine.statistics()
+        _drivers.add(self)
 
     def post(self, action: Callable[[], object]) -> None:
         """Have `action` called, under the lock, by whoever runs the next step, before that step.
@@ -139,3 +141,36 @@ class Driver:
         """Raise GenerationError if `close` was called."""
         if self.closed:
             raise GenerationError("this LLM is closed")
+
+    def after_fork(self) -> None:
+        """In a child, end what only a thread of the parent waits for."""
+        self._posted.clear()
+        for generation in dict.fromkeys(self.live.values()):
+            if generation.on_advance is not nothing:
+                self.drop(generation)
+
+
+_drivers: WeakSet[Driver] = WeakSet()
+_held: list[Driver] = []  # while a fork is under way
+
+
+def _before_fork() -> None:
+    """Wait for the steps under way: a child would find half of them done, and their locks held for ever."""
+    _held[:] = list(_drivers)
+    for driver in _held:
+        driver.lock.acquire()
+
+
+def _after_fork(in_child: bool) -> None:
+    for driver in _held:
+        if in_child:
+            driver.after_fork()
+        driver.lock.release()
+    _held.clear()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=lambda: _after_fork(False),
+    after_in_child=lambda: _after_fork(True),
+)

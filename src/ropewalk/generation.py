@@ -49,7 +49,7 @@ class Generation:
         self.requests = requests
         self.prompt = prompt
         self.chunks: deque[StreamChunk] = deque()
-        self.on_advance: Callable[[], object] = lambda: None
+        self.on_advance: Callable[[], object] = nothing
         self.lost_by: BaseException | None = None
         self.n_truncated = 0
         self._completions = [_Completion(request, tokenizer) for request in requests]
@@ -203,3 +203,7 @@ class _Completion:
             else Trace(tuple(request.traced_steps), tuple(request.traced_tokens)),
             error=request.error,
         )
+
+
+def nothing() -> None:
+    """What is called after a step where nobody wants to be told."""
