@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 """Tokens in a page of the KV cache."""
 
+MOST = 10**15
+"""Of anything that is counted."""
+
 
 @dataclass(frozen=True)
 class CacheType:
@@ -94,9 +97,9 @@ def weight_type(name: str) -> WeightType:
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """The value, if it is an integer from `least` on; raises InvalidParameterError."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
-        raise InvalidParameterError(f"{name} is {value!r}; allowed: an integer from {least} on")
+    """The value, if it is an integer from `least` to `MOST`; raises InvalidParameterError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise InvalidParameterError(f"{name} is {value!r}; allowed: an integer from {least} to {MOST:,}")
     return value
 
 
