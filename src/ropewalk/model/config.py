@@ -441,7 +441,7 @@ def _read_rope(
         "rope.freq_base_swa", family.local_rope_base or base, low=1.0, high=1e15, open_low=True
     )
     has_lists = any(name in tensors for name in LONGROPE_TENSORS)
-    scaling = read_scaling(keys, keys.integer("context_length"), has_lists)
+    scaling = read_scaling(keys, keys.integer("context_length"), has_lists, family.yarn_truncate)
     everywhere = RopeConfig(base, width, family.rope_layout, DIVISORS_TENSOR in tensors, scaling)
     own_setting = family.local_rope_base is not None or keys.has("rope.freq_base_swa")
     if not has_windows or not own_setting:

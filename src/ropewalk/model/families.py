@@ -55,6 +55,8 @@ class Family:
         positions are learned (`position_embd.weight`).
     rope_base
         Rotary base when the file does not state one.
+    yarn_truncate
+        Whether YaRN's ramp ends at whole pairs, which GGUF has no key for.
     activation, gated
         Of the feed-forward network: activation(gate) · up, or without a gate activation(up).
     fused_gate_up
@@ -104,6 +106,7 @@ class Family:
     gated: bool = True
     fused_gate_up: bool = False
     rope_base: float = 10_000.0
+    yarn_truncate: bool = True
     layer_norm: bool = False
     attn_norm: tuple[str, ...] = ("attn_norm",)
     ffn_norm: tuple[str, ...] = ("ffn_norm",)
@@ -275,6 +278,7 @@ FAMILIES: Mapping[str, Family] = {
         "gpt-oss",
         "halves",
         activation="swiglu_oai",
+        yarn_truncate=False,
         ffn_norm=("post_attention_norm",),
         biases=(*_QKV, "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
         window_period=2,

@@ -46,7 +46,9 @@ class Keys(Protocol):
     ) -> float: ...
 
 
-def read_scaling(keys: Keys, context_length: int, has_lists: bool) -> RopeScaling | None:
+def read_scaling(
+    keys: Keys, context_length: int, has_lists: bool, truncate: bool = True
+) -> RopeScaling | None:
     """The scaling that a GGUF file states.
 
     Parameters
@@ -55,6 +57,8 @@ def read_scaling(keys: Keys, context_length: int, has_lists: bool) -> RopeScalin
         Of the file.
     has_lists : bool
         Whether it has the tensors of longrope.
+    truncate : bool
+        Whether YaRN's ramp ends at whole pairs, unless the file says so.
 
     Raises
     ------
@@ -64,12 +68,12 @@ def read_scaling(keys: Keys, context_length: int, has_lists: bool) -> RopeScalin
         A value that is not allowed.
     """
     try:
-        return _read(keys, context_length, has_lists)
+        return _read(keys, context_length, has_lists, truncate)
     except InvalidParameterError as error:
         raise CheckpointError(f"{keys.prefix}rope.scaling: {error}") from None
 
 
-def _read(keys: Keys, context_length: int, has_lists: bool) -> RopeScaling | None:
+def _read(keys: Keys, context_length: int, has_lists: bool, truncate: bool) -> RopeScaling | None:
     kind = keys.value("rope.scaling.type")
     if kind is None:
         kind = "longrope" if has_lists else "linear"
@@ -88,7 +92,7 @@ def _read(keys: Keys, context_length: int, has_lists: bool) -> RopeScaling | Non
     if kind == "longrope":
         return _longrope(factor or context_length / original, original, stated)
     if kind == "yarn":
-        return _yarn(keys, factor, original, stated)
+        return _yarn(keys, factor, original, stated, truncate)
     if kind == "dynamic":
         return DynamicNTK(factor, original)
     if stated not in (0, 1):
@@ -102,7 +106,7 @@ def _longrope(factor: float, original: int, stated: float) -> LongRope:
     return LongRope(max(factor, 1.0), original, attention_factor=stated or None)
 
 
-def _yarn(keys: Keys, factor: float, original: int, stated: float) -> YaRN:
+def _yarn(keys: Keys, factor: float, original: int, stated: float, truncate: bool) -> YaRN:
     for key, neutral in (("yarn_ext_factor", (1.0, -1.0)), ("yarn_attn_factor", (0.0, 1.0))):
         value = keys.number(f"rope.scaling.{key}", neutral[-1], low=-1.0, high=LARGEST)
         if value not in neutral:
@@ -115,7 +119,7 @@ def _yarn(keys: Keys, factor: float, original: int, stated: float) -> YaRN:
         original_context=original,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, low=0.0, high=LARGEST, open_low=True),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, low=0.0, high=LARGEST, open_low=True),
-        truncate=keys.boolean("rope.scaling.yarn_truncate", True),
+        truncate=keys.boolean("rope.scaling.yarn_truncate", truncate),
         mscale=1.0,
         mscale_all_dim=keys.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=LARGEST),
     )
