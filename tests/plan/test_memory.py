@@ -1,5 +1,7 @@
 """Bytes of caches and weights: the published table to the digit, and what the engine allocates, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 
 from ropewalk.backend import base
@@ -119,13 +121,15 @@ def test_layers_may_differ():
     assert make_plan(model).as_dict()["model"]["kv_heads"] == [8, 2]
 
 
-def test_a_latent_is_one_vector_a_token():
-    """DeepSeek-V2's 512 + 64 elements a layer, whatever the number of heads."""
-    model = ModelShape(
-        "latent", (LayerShape(128, 128, 192, 128, latent=576),) * 60, Weights(Part(1, 1)), "F16"
-    )
-    assert token_bytes(model, cache_type("float16")) == 60 * 576 * 2
-    assert token_bytes(model, cache_type("int8")) == 60 * (576 + 4)
+def test_a_latent_stands_for_all_heads():
+    """DeepSeek-V2: 512 + 64 elements a layer, as key and as value; 128 heads of their own take 36 times as much."""
+    latent = LayerShape(128, 128, 192, 128, latent=576)
+    model = ModelShape("latent", (latent,) * 60, Weights(Part(1, 1)), "F16")
+    assert token_bytes(model, cache_type("float16")) == 60 * 2 * 576 * 2
+    assert token_bytes(model, cache_type("int8")) == 60 * 2 * (576 + 4)
+    heads = ModelShape("heads", (replace(latent, latent=0),) * 60, Weights(Part(1, 1)), "F16")
+    ratio = token_bytes(heads, cache_type("float16")) / token_bytes(model, cache_type("float16"))
+    assert ratio == pytest.approx(128 * 320 / 1152)
 
 
 def test_what_fits():

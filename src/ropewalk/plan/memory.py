@@ -2,7 +2,8 @@
 
 The KV cache of n tokens holds 2 · layers · KV heads · head_dim elements for each of them (keys and values). Ropewalk
 allocates it in pages of 16 tokens, the same for all layers, and an int8 cache has a float32 scale for the key and
-one for the value of each token and KV head. A layer with a sliding window *reads* no more than its window; what is
+one for the value of each token and KV head. Multi-head latent attention has one vector in place of all heads, which
+Ropewalk keeps as the key and as the value. A layer with a sliding window *reads* no more than its window; what is
 allocated is the whole context.
 """
 
@@ -104,13 +105,13 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def cache_elements(layer: LayerShape) -> int:
-    """Elements that a layer keeps for one token, keys and values together."""
-    return layer.latent or layer.n_kv_heads * (layer.key_dim + layer.value_dim)
+    """Elements that a layer keeps for one token, keys and values together; a latent twice, as key and as value."""
+    return 2 * layer.latent or layer.n_kv_heads * (layer.key_dim + layer.value_dim)
 
 
 def layer_token_bytes(layer: LayerShape, cache: CacheType) -> int:
-    """Bytes that a layer keeps for one token, scales included; a latent counts as one vector."""
-    vectors = 1 if layer.latent else 2 * layer.n_kv_heads
+    """Bytes that a layer keeps for one token, scales included."""
+    vectors = 2 if layer.latent else 2 * layer.n_kv_heads
     return cache_elements(layer) * cache.element_bytes + vectors * cache.scale_bytes
 
 

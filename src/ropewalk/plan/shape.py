@@ -38,8 +38,8 @@ class LayerShape:
     window
         Tokens that it sees, the current one included; 0: all.
     latent
-        Elements of the one vector a token that multi-head latent attention keeps in place of keys and values; 0 in
-        all other models.
+        Elements of the one vector a token that multi-head latent attention has in place of keys and values of all
+        heads; 0 in all other models.
     """
 
     n_heads: int
