@@ -106,6 +106,40 @@ def test_g5_missing_and_unknown_tensors(tmp_path, folders):
         ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
 
 
+def test_internlm2_is_llama_with_q_k_and_v_in_one_matrix(tmp_path, folders):
+    """Each KV head is stored after its own heads of q, and its v after it; n_head = 4, n_kv = 2 (B1)."""
+    parts = folders.parts("llama")
+    expected = reference(folders.write(tmp_path / "llama", parts)).logits([5, 9, 7, 8])
+    names = {
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    }  # fmt: skip
+    tensors = {}
+    for name, array in parts.tensors.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        tensors[name] = array
+    for layer in ("model.layers.0.", "model.layers.1."):
+        q, k, v = (tensors.pop(f"{layer}self_attn.{p}_proj.weight").reshape(-1, 8, 32) for p in "qkv")
+        fused = [part for i in range(2) for part in (q[2 * i], q[2 * i + 1], k[i], v[i])]
+        tensors[f"{layer}attention.wqkv.weight"] = np.concatenate(fused)
+    parts.tensors, parts.config["model_type"] = tensors, "internlm2"
+    assert np.array_equal(reference(folders.write(tmp_path / "m", parts)).logits([5, 9, 7, 8]), expected)
+
+
+def test_minicpm_is_granite_by_other_names(tmp_path, folders):
+    parts = folders.parts("granite")
+    parts.config |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.9 / np.sqrt(2)}
+    parts.config |= {"attention_multiplier": 8**-0.5, "logits_scaling": 4.0}
+    expected = reference(folders.write(tmp_path / "a", parts)).logits([5, 9, 7, 8])
+    for key in [k for k in parts.config if k.endswith(("multiplier", "scaling"))]:
+        del parts.config[key]
+    parts.config |= {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 0.9, "dim_model_base": 8}
+    found = reference(folders.write(tmp_path / "b", parts)).logits([5, 9, 7, 8])
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
 def test_layers_that_guess_further_tokens_are_passed_over(tmp_path, folders):
     parts = folders.parts("glm4_moe")
     plain = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])
