@@ -72,7 +72,7 @@ def _four_bits(stored: SafeTensors, name: str, state_name: str, label: str) -> S
     if stored.tensors[name].dtype != "U8" or stored.tensors[name].n_bytes != -(-size // 2):
         raise CheckpointError(f"{label}: {name} must have {-(-size // 2)} bytes for the shape {list(shape)}")
     table = stored.array(parts["quant_map"]).astype(np.float32).reshape(-1)
-    factors = _factors(stored, name, state, label)
+    factors = _factors(stored, name, state, label)  # only to be checked: they are large, and not kept
     if table.shape != (16,) or len(factors) != -(-size // block):
         raise CheckpointError(
             f"{label}: {name} has {len(table)} values and {len(factors)} factors, which do not fit it"
@@ -83,7 +83,7 @@ def _four_bits(stored: SafeTensors, name: str, state_name: str, label: str) -> S
     def fetch() -> Array:
         pairs = stored.array(name).reshape(-1)
         codes = np.stack([pairs >> np.uint8(4), pairs & np.uint8(15)], axis=-1).reshape(-1)[:size]
-        values = table[codes] * np.repeat(factors, block)[:size]
+        values = table[codes] * np.repeat(_factors(stored, name, state, label), block)[:size]
         return to_half(values, fmt).reshape(shape)
 
     return Source(name, shape, fmt, fetch)

@@ -223,4 +223,6 @@ def _table_for(
         if not missing:
             return {m: [(name, steps) for name, steps, _ in targets or ()] for m, targets in found.items()}
         fewest = min(fewest, missing, key=len)
-    raise UnsupportedModelError(f"{path}: the module {fewest[0]} is unknown in the architecture {architecture}")
+    raise UnsupportedModelError(
+        f"{path}: the module {fewest[0]} is unknown in the architecture {architecture}"
+    )

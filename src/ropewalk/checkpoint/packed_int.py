@@ -17,6 +17,7 @@ know what tensors mean.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,13 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 @dataclass(frozen=True)
 class Affine:
-    """One weight.
+    """One weight. What is large is fetched when it is needed and not kept.
 
     Attributes
     ----------
     shape : (rows, columns)
     bits : of a code; codes are unsigned.
-    scales : float32 [rows, groups]
-    zeros : int32 [rows, groups], what is subtracted from a code.
+    factors : fetches scales float32 [rows, groups], and zero points int32 [rows, groups], subtracted from codes.
     group_of : int [columns], or None where equal runs of columns are the groups.
     codes : fetches uint8 [rows, columns].
     """
@@ -54,40 +54,33 @@ class Affine:
     name: str
     shape: tuple[int, int]
     bits: int
-    scales: Floats
-    zeros: Array
+    factors: Callable[[], tuple[Floats, Array]]
     group_of: Array | None
     codes: Callable[[], Array]
 
     def source(self, label: str) -> Source:
         """The weight in the format that holds it best."""
         rows, columns = self.shape
-        groups = self.scales.shape[1]
-        if (
-            self.scales.shape != self.zeros.shape
-            or len(self.scales) != rows
-            or not groups
-            or columns % groups
-        ):
+        scales, zeros = self.factors()
+        groups = scales.shape[1]
+        if scales.shape != zeros.shape or len(scales) != rows or not groups or columns % groups:
             raise CheckpointError(
-                f"{label}: {self.name} of shape {[rows, columns]} has scales of shape {list(self.scales.shape)} "
-                f"and zero points of shape {list(self.zeros.shape)}"
+                f"{label}: {self.name} of shape {[rows, columns]} has scales of shape {list(scales.shape)} "
+                f"and zero points of shape {list(zeros.shape)}"
             )
-        if not np.isfinite(self.scales).all():
+        if not np.isfinite(scales).all():
             raise CheckpointError(f"{label}: the scales of {self.name} are not all finite")
-        in_order = self.group_of is None or bool(
-            (self.group_of == np.arange(columns) // (columns // groups)).all()
-        )
-        largest = float(np.abs(self.scales).max()) * 2**self.bits
-        if not in_order or (columns // groups) % 32 or largest > 60000:
-            return Source(self.name, self.shape, half_format(largest), lambda: self._half(largest))
-        middle = 2 ** (self.bits - 1)
-        if self.bits <= 4:
-            exact = self.bits == 4 and bool((self.zeros == middle).all())
+        order = self.group_of
+        in_order = order is None or bool((order == np.arange(columns) // (columns // groups)).all())
+        largest = float(np.abs(scales).max()) * 2**self.bits
+        centred = bool((zeros == 2 ** (self.bits - 1)).all())
+        fits = in_order and (columns // groups) % 32 == 0 and largest < 60000
+        if fits and self.bits <= 4:
+            exact = self.bits == 4 and centred
             return Source(
                 self.name, self.shape, FORMATS["Q4_0" if exact else "Q4_1"], lambda: self._q4(exact)
             )
-        if (self.zeros == middle).all():
+        if fits and centred:
             return Source(self.name, self.shape, FORMATS["Q8_0"], self._q8)
         return Source(self.name, self.shape, half_format(largest), lambda: self._half(largest))
 
@@ -96,26 +89,26 @@ class Affine:
         return np.repeat(values, self.shape[1] // values.shape[1] // 32, axis=1)
 
     def _q4(self, exact: bool) -> Array:
-        codes, scales = self.codes(), self._spread(self.scales)
-        return q4_rows(codes, scales, None if exact else -scales * self._spread(self.zeros))
+        scales, zeros = self.factors()
+        minima = None if exact else self._spread(-scales * zeros)
+        return q4_rows(self.codes(), self._spread(scales), minima)
 
     def _q8(self) -> Array:
-        return q8_rows((self.codes() ^ np.uint8(128)).view(np.int8), self._spread(self.scales))
+        return q8_rows((self.codes() ^ np.uint8(128)).view(np.int8), self._spread(self.factors()[0]))
 
     def _half(self, largest: float) -> Array:
+        scales, zeros = self.factors()
         columns = self.shape[1]
         groups = (
-            np.arange(columns) // (columns // self.scales.shape[1])
-            if self.group_of is None
-            else self.group_of
+            np.arange(columns) // (columns // scales.shape[1]) if self.group_of is None else self.group_of
         )
         fmt = half_format(largest)
         out = np.empty(self.shape, "<f2" if fmt.name == "F16" else "<u2")
         codes = self.codes()
         for start in range(0, len(codes), 1024):
             rows = slice(start, start + 1024)
-            zeros, scales = self.zeros[rows][:, groups], self.scales[rows][:, groups]
-            out[rows] = to_half((codes[rows] - zeros).astype(np.float32) * scales, fmt)
+            numbers = (codes[rows] - zeros[rows][:, groups]).astype(np.float32) * scales[rows][:, groups]
+            out[rows] = to_half(numbers, fmt)
         return out
 
 
@@ -187,19 +180,24 @@ def gptq(stored: SafeTensors, wanted: Sequence[str], config: Mapping[str, Any], 
             if columns and not 0 <= group_of.min() <= group_of.max() < groups:
                 raise CheckpointError(f"{label}: {stem}.g_idx names groups outside 0 to {groups - 1}")
             used.add(f"{stem}.g_idx")
-        zeros = unpack(stored.array(parts[1]), bits, 1).astype(np.int32) + (layout == "gptq")
         affine = Affine(
             f"{stem}.weight",
             (rows, columns),
             bits,
-            np.ascontiguousarray(floats(stored, parts[2]).T),
-            np.ascontiguousarray(zeros.T),
+            partial(_gptq_factors, stored, parts[2], parts[1], bits, int(layout == "gptq")),
             group_of,
             lambda name=parts[0]: np.ascontiguousarray(unpack(stored.array(name), bits, 0).T),  # type: ignore[misc]
         )
         sources[affine.name] = affine.source(label)
         used.update(parts)
     return sources, used
+
+
+def _gptq_factors(
+    stored: SafeTensors, scales: str, zeros: str, bits: int, offset: int
+) -> tuple[Floats, Array]:
+    points = unpack(stored.array(zeros), bits, 1).astype(np.int32) + offset
+    return np.ascontiguousarray(floats(stored, scales).T), np.ascontiguousarray(points.T)
 
 
 def awq(stored: SafeTensors, wanted: Sequence[str], config: Mapping[str, Any], label: str) -> Joined:
@@ -222,14 +220,18 @@ def awq(stored: SafeTensors, wanted: Sequence[str], config: Mapping[str, Any], l
             f"{stem}.weight",
             (rows, columns),
             4,
-            np.ascontiguousarray(floats(stored, parts[2]).T),
-            np.ascontiguousarray(_awq_codes(stored.array(parts[1])).T.astype(np.int32)),
+            partial(_awq_factors, stored, parts[2], parts[1]),
             None,
             lambda name=parts[0]: np.ascontiguousarray(_awq_codes(stored.array(name)).T),  # type: ignore[misc]
         )
         sources[affine.name] = affine.source(label)
         used.update(parts)
     return sources, used
+
+
+def _awq_factors(stored: SafeTensors, scales: str, zeros: str) -> tuple[Floats, Array]:
+    points = _awq_codes(stored.array(zeros)).astype(np.int32)
+    return np.ascontiguousarray(floats(stored, scales).T), np.ascontiguousarray(points.T)
 
 
 def _awq_codes(words: Array) -> NDArray[np.uint8]:
@@ -301,10 +303,15 @@ def _integers(stored: SafeTensors, parts: Mapping[str, str], name: str, bits: in
     else:
         width = columns * per_word if packed else columns
     _expect(stored, codes_name, "I32" if packed else "I8", (rows, columns), label)
-    scales = floats(stored, parts["weight_scale"])
-    scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1)) if scales.size in (1, rows) else scales
-    zeros = _zero_points(stored, parts.get("weight_zero_point"), scales.shape, bits, name, label)
-    group_of = _groups_of_columns(stored, parts.get("weight_g_idx"), width, scales.shape[-1], name, label)
+    scale_name, zero_name = parts["weight_scale"], parts.get("weight_zero_point")
+
+    def factors() -> tuple[Floats, Array]:
+        scales = floats(stored, scale_name)
+        scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1)) if scales.size in (1, rows) else scales
+        return scales, _zero_points(stored, zero_name, scales.shape, bits, name, label)
+
+    n_groups = factors()[0].shape[-1]
+    group_of = _groups_of_columns(stored, parts.get("weight_g_idx"), width, n_groups, name, label)
 
     def codes() -> Array:
         raw = stored.array(codes_name)
@@ -312,9 +319,7 @@ def _integers(stored: SafeTensors, parts: Mapping[str, str], name: str, bits: in
             return np.ascontiguousarray(unpack(raw, bits, 1)[:, :width])
         return (raw.view(np.uint8) ^ np.uint8(128)) if bits == 8 else (raw + np.int8(8)).view(np.uint8)
 
-    return Affine(
-        name, (rows, width), bits, np.ascontiguousarray(scales), np.ascontiguousarray(zeros), group_of, codes
-    )
+    return Affine(name, (rows, width), bits, factors, group_of, codes)
 
 
 def _zero_points(

@@ -124,9 +124,15 @@ def _mxfp4(stored: SafeTensors, wanted: Sequence[str], config: Mapping[str, Any]
 
 
 def _mxfp4_rows(stored: SafeTensors, blocks: str, scales: str) -> Any:
-    pairs = stored.array(blocks)
-    codes = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1)
-    return mxfp4_rows(codes.reshape(*pairs.shape[:-2], -1), stored.array(scales))
+    """Expert by expert, so that the codes of only one are there as bytes."""
+    pairs, exponents = stored.array(blocks), stored.array(scales)
+    row_bytes = FORMATS["MXFP4"].row_bytes(32 * pairs.shape[-2])
+    out = np.empty((*pairs.shape[:-2], row_bytes), np.uint8)
+    for index in np.ndindex(pairs.shape[:-3]):
+        part = pairs[index]
+        codes = np.stack([part & np.uint8(15), part >> np.uint8(4)], axis=-1)
+        out[index] = mxfp4_rows(codes.reshape(*part.shape[:-2], -1), exponents[index])
+    return out
 
 
 METHODS: Mapping[str, Callable[[SafeTensors, Sequence[str], Any, str], Joined]] = {
