@@ -32,9 +32,9 @@ class Tokens:
 GRAMMARS = Grammars(Tokens(), 258)
 
 
-def allowed(form, text, *, required=True, parallel=True, marker_id=None, tools=(WEATHER, TIME)):
+def allowed(form, text, *, required=True, parallel=True, marker_id=None, tools=(WEATHER, TIME), answer=None):
     """Whether the whole text is an answer; with a marker id, that token stands for the marker."""
-    grammar = form.grammar(tools, required=required, parallel=parallel, marker_id=marker_id)
+    grammar = form.grammar(tools, required=required, parallel=parallel, marker_id=marker_id, answer=answer)
     constraint = GRAMMARS.lark(grammar)
     ids = list(text.encode())
     if marker_id is not None:
@@ -98,6 +98,18 @@ class TestGrammar:
             assert allowed(form, text, required=False)
         if form.marker:
             assert allowed(form, f"Let me see.\n{rome}", required=False)
+
+    @FORMATS
+    def test_calls_or_a_structure(self, form):
+        answer = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+        rome = written(form, call(form, "weather", '{"city": "Rome"}'))
+        for text, expected in (
+            (rome, True),
+            ('{"a": 1}', True),
+            ("It is sunny.", False),
+            (f"{rome} Bye.", False),
+        ):
+            assert allowed(form, text, required=False, answer=answer) == expected
 
     def test_a_marker_that_is_a_control_token(self):
         rome = written(MISTRAL, call(MISTRAL, "weather", '{"city": "Rome"}'))

@@ -436,6 +436,18 @@ class TestTools:
             assert answer.choices[0].message.content
             assert answer.choices[0].message.tool_calls is None
 
+    def test_a_call_or_a_structure(self, client):
+        """Both may be asked for: the answer is one of the two."""
+        options = {"model": "smol", "messages": self.ROME, "tools": [WEATHER], "max_tokens": 60}
+        for structure in ({"regex": "(sun|rain)"}, {"response_format": {"type": "json_object"}}):
+            (choice,) = client.chat.completions.create(**options, seed=1, extra_body=structure).choices
+            if choice.finish_reason == "tool_calls":
+                assert json.loads(choice.message.tool_calls[0].function.arguments)
+            elif choice.finish_reason == "stop":
+                assert choice.message.content in ("sun", "rain") or json.loads(choice.message.content)
+        with pytest.raises(openai.BadRequestError, match="grammar cannot be combined with tools"):
+            client.chat.completions.create(**options, extra_body={"grammar": 'start: "a"'})
+
     def test_the_results_go_back(self, client):
         """F5: content null, arguments as text."""
         first = client.chat.completions.create(

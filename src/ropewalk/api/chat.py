@@ -24,12 +24,12 @@ from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import ChatRequest, ToolChoice
-from ropewalk.api.tasks import Find, Job, Task, check_length, constraint_of
+from ropewalk.api.tasks import Find, Job, Structure, Task, check_length, structure_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
 from ropewalk.text.chat import encode_chat
-from ropewalk.text.grammar import After, GrammarConstraint
+from ropewalk.text.grammar import After
 
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
@@ -92,18 +92,24 @@ class Conversation:
             thinks=self.thinks, thinking=self.thinking, tools=self.tool_format, names=self.names
         )
 
-    def constraint(self, wanted: Constraint | None) -> Constraint | None:
-        """Return what answers must follow: a structure that is wanted, or the form of calls."""
-        if self.tool_format is not None and self.required and wanted is not None:
+    def constraint(self, structure: Structure | None) -> Constraint | None:
+        """Return what answers must follow: a structure, the form of calls, or either of the two."""
+        grammars, form = self._llm.grammars, self.tool_format
+        if form is not None and self.required and structure is not None:
             raise ApiError(
                 "a required call cannot be combined with a structure of the answer", param="tool_choice"
             )
-        if self.tool_format is not None and wanted is None:
-            grammar = self.tool_format.grammar(
-                self._functions, required=self.required, parallel=self._parallel, marker_id=self._marker_id
+        wanted = structure.constraint(grammars) if structure else None
+        if form is not None:
+            grammar = form.grammar(
+                self._functions,
+                required=self.required,
+                parallel=self._parallel,
+                marker_id=self._marker_id,
+                answer=structure.rule if structure else None,
             )
-            wanted = self._llm.grammars.lark(grammar)
-        if self.thinking and isinstance(wanted, GrammarConstraint):
+            wanted = grammars.lark(grammar)
+        if self.thinking and wanted is not None:
             return After(END_THINK, wanted, self._llm.tokenizer)
         return wanted
 
@@ -137,7 +143,7 @@ class ChatTask(Task):
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             adapters=self.llm.adapters,
         )
-        constraint = conversation.constraint(constraint_of(self.llm, request, request.response_format))
+        constraint = conversation.constraint(structure_of(request, request.response_format))
         ids = encode_chat(self.llm.tokenizer, conversation.text)
         self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
         self._id, self._created = new_id("chatcmpl-"), now()

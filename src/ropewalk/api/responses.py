@@ -17,7 +17,7 @@ from ropewalk.api.chat import Conversation, finish_reason
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import Body, ChatRequest, JsonObject, NotStored
-from ropewalk.api.tasks import Find, Job, Task, constraint_of
+from ropewalk.api.tasks import Find, Job, Task, structure_of
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.text.chat import encode_chat
@@ -245,7 +245,7 @@ class ResponseTask(Task):
             logprobs=chat.top_logprobs if chat.logprobs else None,
             adapters=self.llm.adapters,
         )
-        constraint = conversation.constraint(constraint_of(self.llm, chat, chat.response_format))
+        constraint = conversation.constraint(structure_of(chat, chat.response_format))
         ids = encode_chat(self.llm.tokenizer, conversation.text)
         self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
         self._id, self._created = new_id("resp_"), now()

@@ -6,21 +6,24 @@ body; of a streamed one, `start()`, `take(job, chunk)` for each chunk and `end(o
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ropewalk.api.bodies import Event
 from ropewalk.api.errors import ApiError, near
 from ropewalk.api.requests import ResponseFormat, Sampling
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
+from ropewalk.text.grammar import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
     from ropewalk.llm import LLM
+    from ropewalk.text.grammar import GrammarConstraint, Grammars
     from ropewalk.text.tokenizer import Tokenizer
 
 Find = Callable[[str | None], tuple[str, "LLM"]]
@@ -144,7 +147,39 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
 
 
-def constraint_of(llm: LLM, request: Sampling, response_format: ResponseFormat | None) -> Constraint | None:
+@dataclass(frozen=True)
+class Structure:
+    """What an answer as a whole is to follow.
+
+    Attributes
+    ----------
+    kind : "json_schema", "regex" or "lark"
+        The method of `Grammars` that takes the source.
+    source : schema, regular expression or grammar
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: Any
+
+    def constraint(self, grammars: Grammars) -> GrammarConstraint:
+        """Compile it; raises InvalidParameterError if it cannot be used."""
+        constraint: GrammarConstraint = getattr(grammars, self.kind)(self.source)
+        return constraint
+
+    @property
+    def rule(self) -> str:
+        """The same as the right side of a rule in a Lark grammar; raises ApiError for a grammar of its own."""
+        if self.kind == "lark":
+            raise ApiError("grammar cannot be combined with tools", param="grammar")
+        if self.kind == "regex":
+            from llguidance import regex_to_lark
+
+            return f"/{regex_to_lark(self.source)}/"
+        schema = {} if self.source is True else self.source
+        return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+def structure_of(request: Sampling, response_format: ResponseFormat | None) -> Structure | None:
     """Return what the answer must follow; at most one of the ways to say it may be used."""
     structured = response_format if response_format and response_format.type != "text" else None
     ways = [
@@ -154,9 +189,14 @@ def constraint_of(llm: LLM, request: Sampling, response_format: ResponseFormat |
     if len(ways) > 1:
         raise ApiError(f"{ways[0]} and {ways[1]} cannot be combined", param=ways[1])
     if structured is not None:
-        if structured.json_schema is None:
-            return llm.grammars.json_object()
-        return llm.grammars.json_schema(structured.json_schema.schema_)
+        schema = structured.json_schema
+        return Structure("json_schema", {"type": "object"} if schema is None else schema.schema_)
     if request.regex is not None:
-        return llm.grammars.regex(request.regex)
-    return None if request.grammar is None else llm.grammars.lark(request.grammar)
+        return Structure("regex", request.regex)
+    return None if request.grammar is None else Structure("lark", request.grammar)
+
+
+def constraint_of(llm: LLM, request: Sampling, response_format: ResponseFormat | None) -> Constraint | None:
+    """As `structure_of`, compiled."""
+    structure = structure_of(request, response_format)
+    return None if structure is None else structure.constraint(llm.grammars)

@@ -65,7 +65,15 @@ class ToolFormat:
             return LLAMA
         return JSON
 
-    def grammar(self, tools: Sequence[Json], *, required: bool, parallel: bool, marker_id: int | None) -> str:
+    def grammar(
+        self,
+        tools: Sequence[Json],
+        *,
+        required: bool,
+        parallel: bool,
+        marker_id: int | None = None,
+        answer: str | None = None,
+    ) -> str:
         """Return a Lark grammar of the answers that are allowed.
 
         Parameters
@@ -74,6 +82,7 @@ class ToolFormat:
         required : only calls; otherwise free text, in which what begins like a call is one.
         parallel : up to `MAX_CALLS` calls in place of one.
         marker_id : the id of the marker if it is a control token, whose text the model cannot spell.
+        answer : right side of a rule for an answer in place of calls; None: free text.
         """
         more = MAX_CALLS - 1 if parallel else 0
         separator = f"{_quoted(self.separator)} " if self.separator else ""
@@ -82,10 +91,14 @@ class ToolFormat:
             calls = "call" + (f" ({separator}call){{0,{more}}}" if more else "")
             body = f"{_quoted(self.opening)} {calls} {_quoted(self.closing)}"
         marker = f"<[{marker_id}]>" if marker_id is not None else _quoted(self.marker)
-        rules = [self._start(marker, body, separator, more, required)]
+        rules = [self._start(marker, body, separator, more, required, answer)]
         names = " | ".join(f"call_{i}" for i in range(len(tools)))
         rules.append(f"call: {names}")
         for i, tool in enumerate(tools):
+            if not self.marker and answer is not None:
+                # As JSON through and through, since the answer may begin with the same brace.
+                rules.append(f"call_{i}: %json {json.dumps(self._call_schema(tool))}")
+                continue
             head = f'{{"name": {json.dumps(tool["name"])}, "{self.key}": '
             if not self.marker and not required:  # the lazy beginning of `_start` has read this much
                 head = head.removeprefix('{"name": ')
@@ -93,11 +106,14 @@ class ToolFormat:
             rules.append(f"arguments_{i}: %json {json.dumps(_schema(tool))}")
         return "\n".join(rules)
 
-    def _start(self, marker: str, body: str, separator: str, more: int, required: bool) -> str:
-        if required:
+    def _start(
+        self, marker: str, body: str, separator: str, more: int, required: bool, answer: str | None
+    ) -> str:
+        if required or answer is not None:
             one = f"{marker} {body}" if self.marker else body
             again = f" ({separator}one){{0,{more}}}" if more and not self.listed else ""
-            return f"start: one{again}\none: {one}"
+            otherwise = "" if answer is None else f" | answer\nanswer: {answer}"
+            return f"start: one{again}{otherwise}\none: {one}"
         text = "text: /(.|\\n)*/"
         if not self.marker:
             return f'start: begun {body} | text\nbegun[lazy]: "{{\\"name\\": "\n{text}'
@@ -107,6 +123,12 @@ class ToolFormat:
             begun = f"begun[lazy]: /(.|\\n)*/ {marker}"
         times = 1 if self.listed else more + 1
         return f"start: one{{0,{times}}} text\none: begun {body}\n{begun}\n{text}"
+
+    def _call_schema(self, tool: Json) -> dict[str, Any]:
+        properties = {"name": {"const": tool["name"]}, self.key: _schema(tool)}
+        required = ["name", self.key]
+        closed = {"properties": properties, "required": required, "additionalProperties": False}
+        return {"type": "object", **closed, "x-guidance": JSON_OPTIONS}
 
     def explained(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[dict[str, Any]]:
         """Return messages for a template without tools: calls and results in words, tools in the system message."""
