@@ -95,6 +95,9 @@ def besides(family: Family) -> str:
         window if family.window_period > 1 else None,
         "gate and up in one tensor" if family.fused_gate_up else None,
         "attention sinks" if family.sinks else None,
+        "latent attention: keys and values of all heads from one vector, which is cached"
+        if family.latent
+        else None,
         "scales: " + ", ".join(scaled).replace("_", " ") if scaled else None,
     ]
     return "; ".join(filter(None, facts))

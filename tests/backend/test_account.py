@@ -22,7 +22,7 @@ def account(windows=(0, 4)):
     matrices[:-1, Matrix.PANEL_BYTES] = 100
     matrices[-1, Matrix.N_PANELS], matrices[-1, Matrix.PANEL_BYTES] = 5, 1000
     weights = SimpleNamespace(matrices=matrices, vectors={"a": np.zeros(3, np.float32)})
-    return Account(weights, SimpleNamespace(n_layers=n_layers, layer_window=windows), 36)
+    return Account(weights, SimpleNamespace(n_layers=n_layers, layer_window=windows, latent=None), 36)
 
 
 def test_weights_by_part():

@@ -147,3 +147,16 @@ def test_neighbours_in_a_batch_change_no_bit_of_a_mixture(family_model, start):
     together = backend.forward(batch, backend.new_cache(n)).copy()
     alone = [run(backend, backend.new_cache(1), tokens[i : i + 1], 0) for i in range(n)]
     assert np.array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("family_model", ["deepseek2", "deepseek3"], indirect=True)
+def test_latent_attention_keeps_one_vector_a_token(family_model, start):
+    """As key and as value: 80 numbers each for 4 heads of 48 and 32, in float16 pages of 16 tokens."""
+    backend = start(Stored(family_model, "Q8_0"))
+    assert backend.new_cache(2).bytes_per_page == 16 * backend.config.n_layers * 2 * 80 * 2
+    record = StepRecord()
+    run(backend, backend.new_cache(1), family_model.ids[:1], 0, record)
+    panel, rows = PACKED["Q8_0"].panel_bytes, 48 * 4 // 16
+    of_q = rows * panel(64) + (4 * panel(64) if backend.config.latent.q_rank else 0)
+    per_head = 4 * (4 * panel(32))  # K_B: 64 rows of 32 columns
+    assert record.weight_bytes["qkv"] == backend.config.n_layers * (of_q + 5 * panel(64) + per_head)

@@ -209,7 +209,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tiny, architecture)
 def test_refusal_of_an_architecture_says_why_or_what_may_be_meant(tiny):
     model = tiny("llama")
     for architecture, reason in (
-        ("deepseek2", "multi-head latent attention is not implemented"),
+        ("mamba2", "it needs state spaces, which is not implemented"),
         ("qwen2-moe", "did you mean 'qwen2moe'"),
     ):
         model.metadata["general.architecture"] = architecture

@@ -23,11 +23,15 @@ from ropewalk.kernels.tables import (
     EXPERT_MATRICES_PER_LAYER,
     GATE,
     GATE_EXPS,
+    K_B,
+    LATENT_MATRICES_PER_LAYER,
     MATRICES_PER_LAYER,
     OUT,
+    Q_A,
     ROUTER,
     UP,
     UP_EXPS,
+    V_B,
     K,
     Matrix,
     Q,
@@ -56,9 +60,13 @@ class Account:
         self._layer_bytes = {part: int(layers[:, list(which)].sum()) for part, which in PART_MATRICES.items()}
         self._layer_bytes["norm"] = sum(v.nbytes for v in weights.vectors.values())
         self._output_bytes = int(sizes[output])
-        self._experts = sizes[output + 1 :].reshape(
-            -1, EXPERT_MATRICES_PER_LAYER
-        )  # of one expert, or of a router
+        n_latent_rows = 0 if config.latent is None else LATENT_MATRICES_PER_LAYER * config.n_layers
+        experts, latent = np.split(sizes[output + 1 :], [len(sizes) - output - 1 - n_latent_rows])
+        self._experts = experts.reshape(-1, EXPERT_MATRICES_PER_LAYER)  # one expert's; of routers all
+        if n_latent_rows:
+            per_head = latent.reshape(-1, LATENT_MATRICES_PER_LAYER)
+            self._layer_bytes["qkv"] += int(per_head[:, Q_A].sum() + config.n_heads * per_head[:, K_B].sum())
+            self._layer_bytes["out"] += int(config.n_heads * per_head[:, V_B].sum())
         if len(self._experts):
             self._layer_bytes["route"] = int(self._experts[:, ROUTER].sum())
         self._expert_biases = np.zeros(config.n_layers, np.int64)

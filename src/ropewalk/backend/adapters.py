@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 from ropewalk.backend.weights import MatrixSource, layer_sources
 from ropewalk.checkpoint.lora import LoraWeights
 from ropewalk.errors import UnsupportedModelError
-from ropewalk.kernels.tables import LORA_MATRIX_FIELDS, MATRICES_PER_LAYER, Lora, LoraMatrix
+from ropewalk.kernels.tables import (
+    DOWN,
+    GATE,
+    LORA_MATRIX_FIELDS,
+    MATRICES_PER_LAYER,
+    UP,
+    K,
+    Lora,
+    LoraMatrix,
+    Q,
+    V,
+)
 from ropewalk.model.config import ModelConfig
 
 
@@ -31,7 +42,7 @@ class AdapterTable:
     """
 
     def __init__(self, config: ModelConfig, adapters: Sequence[LoraWeights]) -> None:
-        sources = [s for layer in range(config.n_layers) for s in layer_sources(config, layer)]
+        sources = [s for layer in range(config.n_layers) for s in _adaptable(config, layer)]
         assert len(sources) == config.n_layers * MATRICES_PER_LAYER
         self._kept: list[NDArray[np.float32]] = []
         self._widths = np.zeros((len(adapters), len(sources)), np.int64)  # inputs and outputs together
@@ -61,8 +72,8 @@ class AdapterTable:
             row[LoraMatrix.RANK], row[LoraMatrix.OUTPUTS] = len(a), b.shape[1]
         if unused:
             raise UnsupportedModelError(
-                f"the adapter {adapter.path} changes {min(unused)}; supported are the matrices of attention and of "
-                "feed-forward networks without experts"
+                f"the adapter {adapter.path} changes {min(unused)}; supported are the matrices of attention "
+                "that is not latent and of feed-forward networks without experts"
             )
 
     def grow(self, n: int) -> None:
@@ -77,3 +88,13 @@ class AdapterTable:
     def set_tokens(self, adapters: NDArray[Any]) -> None:
         """Say which adapter each token has: int32 [n], −1 for none. The array must outlive the step."""
         self.table[Lora.TOKEN_ADAPTERS] = adapters.ctypes.data
+
+
+def _adaptable(config: ModelConfig, layer: int) -> list[MatrixSource | None]:
+    """The seven matrices of a layer, None where the kernels do not add what an adapter says."""
+    sources = list(layer_sources(config, layer))
+    if config.latent:
+        sources[Q] = sources[K] = sources[V] = None
+    if config.layer_experts[layer]:
+        sources[GATE] = sources[UP] = sources[DOWN] = None
+    return sources

@@ -19,6 +19,7 @@ from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes, tile_tokens
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.forward import compile_steps
+from ropewalk.kernels.latent import latent_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import matmul_worker, tiles
 from ropewalk.kernels.moe import expert_worker
@@ -53,6 +54,7 @@ def parts_of_model(checkpoint: Checkpoint, config: ModelConfig, *, adapted: bool
         for info, source in filter(None, matrices_of(checkpoint, config))
     )
     experts = [_EXPERTS] if config.experts else []
+    experts += [_LATENT] if config.latent else []
     adapters = [_ADAPTERS] if adapted else []
     return [_FORWARD, _SAMPLING, *experts, *adapters, *(_format_part(*use) for use in uses)]
 
@@ -75,7 +77,7 @@ def all_parts() -> list[Part]:
         for tokens in sorted({1, tile_tokens(heads)})
         for is_int8 in (False, True)
     ]
-    return [_FORWARD, _SAMPLING, _EXPERTS, _ADAPTERS, *formats, *attention]
+    return [_FORWARD, _SAMPLING, _EXPERTS, _ADAPTERS, _LATENT, *formats, *attention]
 
 
 def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
@@ -136,4 +138,5 @@ def _compile_forward() -> None:
 _FORWARD = Part("the forward pass", _compile_forward)
 _SAMPLING = Part("sampling", compile_sampling)
 _EXPERTS = Part("mixtures of experts", expert_worker)
+_LATENT = Part("latent attention", latent_worker)
 _ADAPTERS = Part("low-rank adapters", lora_worker)

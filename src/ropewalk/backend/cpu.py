@@ -23,6 +23,7 @@ from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
+from ropewalk.backend.latent import LatentTable
 from ropewalk.backend.numerics import numerics_hash
 from ropewalk.backend.weights import INPUTS, PackedWeights, ffn_width, pack_model
 from ropewalk.checkpoint.base import Checkpoint
@@ -44,12 +45,13 @@ from ropewalk.kernels.attention import (
 )
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
+from ropewalk.kernels.latent import latent_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
 from ropewalk.kernels.products import READS_FLOATS
-from ropewalk.kernels.tables import Job
+from ropewalk.kernels.tables import Job, Latent
 from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import output_norm
@@ -214,6 +216,9 @@ class CpuBackend:
         self._account = Account(self.weights, config, self._embedding[:1].nbytes)
         self._log = new_log(config.n_layers)
         self._experts = ExpertTable(config, config.experts, self.weights.layers) if config.experts else None
+        self._latent = (
+            LatentTable(config, config.latent, self.weights.reads_floats) if config.latent else None
+        )
         self._fill_constant_fields()
         self._grow(1)
         self._angles.reach(1024)
@@ -388,6 +393,8 @@ class CpuBackend:
         job[Job.HIDDEN], job[Job.VOCAB] = config.hidden_size, config.vocab_size
         if self._experts:
             job[Job.MOE], job[Job.EXPERT_WORKER] = self._experts.table.ctypes.data, expert_worker()
+        if self._latent:
+            job[Job.LATENT], job[Job.LATENT_WORKER] = self._latent.table.ctypes.data, latent_worker()
         job[Job.N_HEADS], job[Job.N_KV_HEADS], job[Job.HEAD_DIM] = (
             config.n_heads,
             config.n_kv_heads,
@@ -425,7 +432,8 @@ class CpuBackend:
         padded = -(-n // max_tile()) * max_tile()
         q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         ffn = max(ffn_width(config, layer) for layer in range(config.n_layers))
-        widest = max(config.hidden_size, q_width, ffn)
+        out_width = config.n_heads * config.latent.value if config.latent else q_width
+        widest = max(config.hidden_size, out_width, ffn, config.latent.q_rank if config.latent else 0)
         widths = {
             Job.X: config.hidden_size,
             Job.Y: config.hidden_size,
@@ -446,9 +454,26 @@ class CpuBackend:
             self._job[field] = buffer.ctypes.data
         if self._experts:
             self._experts.grow(n)
+        self._job[Job.OUT_SOURCE], self._job[Job.OUT_WIDTH] = self._job[Job.ATTENDED], out_width
+        if self._latent:
+            self._latent.grow(n)
+            self._job[Job.OUT_SOURCE] = self._latent.table[Latent.OUT]
         if self._adapters:
             self._adapters.grow(n)
         self._capacity = n
+
+
+def _latent_widths(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    latent = config.latent
+    if latent is None:
+        return {}
+    return {
+        "attention.q_lora_rank": (latent.q_rank, 32),
+        "attention.kv_lora_rank": (latent.kv_rank, 32),
+        "attention.key_length_mla - rope.dimension_count": (latent.nope, 32),
+        "attention.value_length_mla": (latent.value, 32),
+        "rope.dimension_count": (latent.rope, 16),
+    }
 
 
 def _check_widths(config: ModelConfig) -> None:
@@ -459,6 +484,7 @@ def _check_widths(config: ModelConfig) -> None:
         "expert_feed_forward_length": (config.experts.ffn_size if config.experts else 0, 32),
         "head_count * key_length": (config.n_heads * config.head_dim, 32),
         "key_length": (config.head_dim, 16),
+        **_latent_widths(config),
     }
     for key, (value, multiple) in checks.items():
         if value % multiple:

@@ -49,6 +49,8 @@ class ExpertTable:
             Moe.SCORING: SCORINGS[experts.scoring],
             Moe.NORMALISE: experts.normalise,
             Moe.HAS_SHARED_GATE: experts.shared_gate,
+            Moe.N_GROUPS: experts.n_groups,
+            Moe.N_GROUPS_USED: experts.n_groups_used,
             Moe.WEIGHT_SCALE: self._scale.ctypes.data,
             Moe.SCORES_STRIDE: 4 * self._scores_width,
             Moe.ACTIVE_OF_LAYERS: self.active.ctypes.data,
@@ -58,7 +60,8 @@ class ExpertTable:
 
     @property
     def _scores_width(self) -> int:
-        return -(-(2 * self._experts.n_experts + 17) // 16) * 16
+        """Floats of router outputs (in whole panels), of what is chosen by, and of the groups' scores."""
+        return -(-(3 * self._experts.n_experts + 17) // 16) * 16
 
     def grow(self, n: int) -> None:
         """Make room for n tokens."""

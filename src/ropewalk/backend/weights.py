@@ -27,21 +27,25 @@ from ropewalk.kernels.tables import (
     EXPERT_MATRICES_PER_LAYER,
     GATE,
     GATE_EXPS,
+    K_B,
+    LATENT_MATRICES_PER_LAYER,
     MATRICES_PER_LAYER,
     MATRIX_FIELDS,
     ONTO_Y,
     OUT,
+    Q_A,
     TO_X,
     TO_Y,
     UP,
     UP_EXPS,
+    V_B,
     K,
     Layer,
     Matrix,
     Q,
     V,
 )
-from ropewalk.model.config import ModelConfig
+from ropewalk.model.config import LatentConfig, ModelConfig
 
 PANELS_AT_A_TIME = 64
 QKV_BIASES = (Layer.Q_BIAS, Layer.K_BIAS, Layer.V_BIAS)
@@ -121,6 +125,9 @@ def matrix_sources(config: ModelConfig) -> list[MatrixSource | None]:
     if config.experts:
         for layer, has_experts in enumerate(config.layer_experts):
             sources += expert_sources(config, layer) if has_experts else [None] * EXPERT_MATRICES_PER_LAYER
+    if config.latent:
+        for layer in range(config.n_layers):
+            sources += latent_sources(config, config.latent, layer)
     return sources
 
 
@@ -131,7 +138,14 @@ def layer_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None,
     """
     block, head_dim, hidden, ffn = f"blk.{layer}.", config.head_dim, config.hidden_size, config.ffn_size
     q, kv = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    if config.fused_qkv:
+    if config.latent:
+        latent, of_q = config.latent, "attn_q_b.weight" if config.latent.q_rank else "attn_q.weight"
+        qkv: list[MatrixSource | None] = [
+            MatrixSource(block + of_q, 0, config.n_heads * (latent.nope + latent.rope), fine=True),
+            MatrixSource(block + "attn_kv_a_mqa.weight", 0, head_dim, fine=True),
+            None,
+        ]
+    elif config.fused_qkv:
         name = block + "attn_qkv.weight"
         ends = (0, q, q + kv, q + 2 * kv)
         qkv = [MatrixSource(name, *rows, fine=True) for rows in pairwise(ends)]
@@ -150,6 +164,17 @@ def layer_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None,
     else:
         gate, up = MatrixSource(up_name, 0, ffn), None
     return (*attention, gate, up, down)
+
+
+def latent_sources(config: ModelConfig, latent: LatentConfig, layer: int) -> list[MatrixSource | None]:
+    """What queries are made from, and the matrices of each head beside latent attention."""
+    block = f"blk.{layer}."
+    q_a = MatrixSource(block + "attn_q_a.weight", 0, latent.q_rank, fine=True) if latent.q_rank else None
+    return [
+        q_a,
+        MatrixSource(block + "attn_k_b.weight", 0, latent.kv_rank, fine=True),
+        MatrixSource(block + "attn_v_b.weight", 0, latent.value),
+    ]
 
 
 def shared_expert_sources(config: ModelConfig, layer: int) -> tuple[MatrixSource | None, ...]:
@@ -194,6 +219,8 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[Layer, tuple[str, int
         Layer.GATE_BIAS: ("ffn_gate.bias", 0),
         Layer.UP_BIAS: ("ffn_up.bias", 0),
         Layer.DOWN_BIAS: ("ffn_down.bias", 0),
+        Layer.Q_A_NORM: ("attn_q_a_norm.weight", 0),
+        Layer.KV_A_NORM: ("attn_kv_a_norm.weight", 0),
         Layer.ROUTER_BIAS: ("ffn_gate_inp.bias", 0),
         Layer.CHOICE_BIAS: ("exp_probs_b.bias", 0),
         Layer.EXPERT_GATE_BIAS: ("ffn_gate_exps.bias", 0),
@@ -357,12 +384,26 @@ def _layer_table(
         of_layer = matrices[MATRICES_PER_LAYER * layer :]
         for field, which in INPUTS.items():
             row[field] = _reads(of_layer[list(which)])
+        if config.latent:
+            last = LATENT_MATRICES_PER_LAYER * (config.n_layers - layer)
+            _fill_latent(config, row, of_layer, matrices[len(matrices) - last :])
         if row[Layer.HAS_EXPERTS]:
             own = matrices[MATRICES_PER_LAYER * config.n_layers + 1 + EXPERT_MATRICES_PER_LAYER * layer :]
             row[Layer.FFN_INPUT] |= READS_FLOATS  # the router
             row[Layer.EXPERT_INPUT] = _reads(own[[GATE_EXPS, UP_EXPS]])
             row[Layer.EXPERT_DOWN_INPUT] = _reads(own[[DOWN_EXPS]])
     return layers
+
+
+def _fill_latent(
+    config: ModelConfig, row: NDArray[np.int64], of_layer: NDArray[np.int64], own: NDArray[np.int64]
+) -> None:
+    """Fields of latent attention; `own` begins with the layer's Q_A, K_B and V_B."""
+    row[Layer.LATENT_MATRICES] = own.ctypes.data
+    row[Layer.LATENT_Q_INPUT] = _reads(of_layer[[Q]])
+    row[Layer.LATENT_KEY_INPUT], row[Layer.LATENT_VALUE_INPUT] = _reads(own[[K_B]]), _reads(own[[V_B]])
+    if config.latent and config.latent.q_rank:
+        row[Layer.QKV_INPUT] = _reads(of_layer[[K]]) | _reads(own[[Q_A]])
 
 
 def ffn_width(config: ModelConfig, layer: int) -> int:

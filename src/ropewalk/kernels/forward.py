@@ -49,15 +49,26 @@ def _adapt(tid, n_threads, words, job, first, count, width, outputs):
 
 
 @inline
+def _latent(tid, n_threads, words, job, layer, matrices, base, after):
+    """What latent attention does in place of the products that make q, k and v, and (`after`) with what comes out."""
+    table, shared, row = words.ctypes.data, job.ctypes.data, layer.ctypes.data
+    first, fields = matrices[base + Q].ctypes.data, matrices.shape[1]
+    call(job[Job.LATENT_WORKER], (tid, n_threads, table, shared, row, first, fields, after))
+
+
+@inline
 def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     """The first half of a layer; its input is in the tiles, its output is added to X or left in Y."""
     n_tokens, head_bytes = job[Job.N_TOKENS], 4 * job[Job.HEAD_DIM]
     base = MATRICES_PER_LAYER * number
     q_stride, kv_stride = head_bytes * job[Job.N_HEADS], head_bytes * job[Job.N_KV_HEADS]
-    product(n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
-    product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
-    product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
-    meet(tid, words, n_threads, job, clock.QKV)
+    if job[Job.LATENT] != 0:
+        _latent(tid, n_threads, words, job, layer, matrices, base, 0)
+    else:
+        product(n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
+        product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
+        product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
+        meet(tid, words, n_threads, job, clock.QKV)
     if job[Job.LORA_WORKER] != 0:
         qkv = (job[Job.QUERIES], q_stride, job[Job.KEYS], kv_stride, job[Job.VALUES], kv_stride)
         _adapt(tid, n_threads, words, job, base + Q, 3, job[Job.HIDDEN], qkv)
@@ -71,9 +82,11 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     else:
         attend(tid, n_threads, words, job, layer, number)
     meet(tid, words, n_threads, job, clock.ATTEND)
+    if job[Job.LATENT] != 0:
+        _latent(tid, n_threads, words, job, layer, matrices, base, 1)
     attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    width = job[Job.N_HEADS] * job[Job.HEAD_DIM]
+    width = job[Job.OUT_WIDTH]
     _branch_end(tid, n_threads, words, job, matrices, base + OUT, width, layer[Layer.ATTN_END], clock.OUT)
 
 

@@ -49,7 +49,7 @@ from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import DOWN_EXPS, GATE_EXPS, ROUTER, UP_EXPS, Job, Layer, Matrix, Moe
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = range(3)
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _ONE, _MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 # ---- choice
@@ -73,6 +73,33 @@ def _score(row, n, bias, scoring):
     for e in range(n):
         added = load_f32(bias + 4 * e) if bias != 0 else _ZERO
         store_f32(row + 4 * (n + e), load_f32(row + 4 * e) + added)
+
+
+@inline
+def _keep_groups(row, n, n_groups, n_kept, sum_of_two):
+    """Put -inf to all experts but those of the best groups: by their greatest score, or by the sum of the two greatest.
+
+    `row` is what is chosen by; the scores of the groups take the place after it.
+    """
+    size, groups = n // n_groups, row + 4 * n
+    for g in range(n_groups):
+        first, second = _MINUS_INFINITY, _MINUS_INFINITY
+        for e in range(g * size, (g + 1) * size):
+            score = load_f32(row + 4 * e)
+            if score > first:
+                first, second = score, first
+            elif score > second:
+                second = score
+        store_f32(groups + 4 * g, first + second if sum_of_two else first)
+    for g in range(n_groups):
+        n_before, mine = 0, load_f32(groups + 4 * g)
+        for other in range(n_groups):
+            score = load_f32(groups + 4 * other)
+            if score > mine or (score == mine and other < g):
+                n_before += 1
+        if n_before >= n_kept:
+            for e in range(g * size, (g + 1) * size):
+                store_f32(row + 4 * e, _MINUS_INFINITY)
 
 
 @inline
@@ -123,6 +150,9 @@ def _choose(words, job, moe, layer):
             for e in range(n):
                 store_f32(row + 4 * e, load_f32(row + 4 * e) + load_f32(layer[Layer.ROUTER_BIAS] + 4 * e))
         _score(row, n, layer[Layer.CHOICE_BIAS], moe[Moe.SCORING])
+        if moe[Moe.N_GROUPS] > 1:
+            by_sums = moe[Moe.SCORING] == SIGMOID
+            _keep_groups(row + 4 * n, n, moe[Moe.N_GROUPS], moe[Moe.N_GROUPS_USED], by_sums)
         chosen, weights = moe[Moe.CHOSEN] + 4 * n_used * token, moe[Moe.WEIGHTS] + 4 * n_used * token
         for j in range(n_used):
             store_i32(chosen + 4 * j, np.int32(_best(row + 4 * n, n, chosen, j)))

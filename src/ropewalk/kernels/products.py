@@ -41,7 +41,7 @@ def log2(tile):
 
 
 @inline
-def _tile_address(base, token, n_tokens, max_tile, token_bytes):
+def tile_address(base, token, n_tokens, max_tile, token_bytes):
     """Where a token's tile starts, the tile's size, and the token's place in it."""
     first = token // max_tile * max_tile
     return base + first * token_bytes, tile_size(n_tokens - first, max_tile), token - first
@@ -52,8 +52,8 @@ def destinations(job, reads, fine, token, n_tokens, groups):
     """Addresses of the byte tile and of the float tile (0 where not read), tile size, place of the token."""
     size = FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES
     max_tile = job[Job.MAX_TILE]
-    as_bytes, tile, place = _tile_address(job[Job.BYTE_TILES], token, n_tokens, max_tile, groups * size)
-    as_floats, _, _ = _tile_address(job[Job.FLOAT_TILES], token, n_tokens, max_tile, groups * 128)
+    as_bytes, tile, place = tile_address(job[Job.BYTE_TILES], token, n_tokens, max_tile, groups * size)
+    as_floats, _, _ = tile_address(job[Job.FLOAT_TILES], token, n_tokens, max_tile, groups * 128)
     if not reads & READS_BYTES:
         as_bytes = 0
     if not reads & READS_FLOATS:
@@ -129,14 +129,14 @@ def normalise(n_threads, words, job, before, norm, reads, fine):
 
 @inline
 def attended_to_tiles(n_threads, words, job, reads):
-    n_tokens, width = job[Job.N_TOKENS], job[Job.N_HEADS] * job[Job.HEAD_DIM]
+    n_tokens, width = job[Job.N_TOKENS], job[Job.OUT_WIDTH]
     groups = width // 32
     chunk = chunk_of(n_tokens * groups, n_threads)
     first = take(words, 0) * chunk
     while first < n_tokens * groups:
         for item in range(first, min(first + chunk, n_tokens * groups)):
             token, g = item // groups, item % groups
-            at = job[Job.ATTENDED] + 4 * width * token + 128 * g
+            at = job[Job.OUT_SOURCE] + 4 * width * token + 128 * g
             as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
             put_group(load_floats(at), load_floats(at + 64), as_bytes, False, as_floats, tile, place, g)
         first = take(words, 0) * chunk

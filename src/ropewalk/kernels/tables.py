@@ -3,7 +3,8 @@
 Three int64 arrays carry a model and a step. `job` holds the step's sizes and the addresses of its buffers; `layers`
 has a row for each layer; `matrices` has a row for each weight matrix: seven for each layer, in the order of Q ...
 DOWN, then the output matrix; where there are experts, then four for each layer, ROUTER ... DOWN_EXPS, whose N_PANELS
-counts those of one expert; the panels of all experts follow each other. An address of 0 means that the thing does not
+counts those of one expert; the panels of all experts follow each other; where attention is latent, then Q_A, K_B and
+V_B for each layer. An address of 0 means that the thing does not
 exist. Because everything is a number in a table, one compilation of `kernels.forward` serves every model.
 """
 
@@ -78,6 +79,12 @@ class Job(IntEnum):
     ANGLE_ROWS = 59  # address of int32 [n_tokens]: rows of COS and SIN
     LORA_WORKER = 60  # address of `kernels.lora.lora_worker`; 0: no token of the step has an adapter
     LORA = 61  # address of the table of `Lora`
+    LATENT = 62  # address of the table of `Latent`; 0: keys and values of each head are cached
+    LATENT_WORKER = 63  # address of `kernels.latent.latent_worker`
+    OUT_SOURCE = (
+        64  # address of the rows that the product at the end of attention reads: ATTENDED, or `Latent.OUT`
+    )
+    OUT_WIDTH = 65  # their floats
 
 
 class Layer(IntEnum):
@@ -119,6 +126,12 @@ class Layer(IntEnum):
     EXPERT_GATE_BIAS = 33  # address of float32 [n_experts, width of an expert]
     EXPERT_UP_BIAS = 34
     EXPERT_DOWN_BIAS = 35  # address of float32 [n_experts, hidden]
+    LATENT_MATRICES = 36  # address of the rows of Q_A, K_B and V_B in `matrices`
+    LATENT_Q_INPUT = 37  # which tiles Q reads where it follows Q_A; and what K_B and V_B read
+    LATENT_KEY_INPUT = 38
+    LATENT_VALUE_INPUT = 39
+    Q_A_NORM = 40
+    KV_A_NORM = 41
 
 
 TO_X, TO_Y, ONTO_Y = range(3)
@@ -150,6 +163,23 @@ class Moe(IntEnum):
     OUT = 20  # float32 [rows, hidden]
     BYTE_TILES = 21
     FLOAT_TILES = 22
+    N_GROUPS = 23
+    N_GROUPS_USED = 24
+
+
+class Latent(IntEnum):
+    """Fields of the table of latent attention, see `kernels.latent`."""
+
+    Q_RANK = 0  # width of the vectors that queries are made from; 0: the hidden state itself
+    NOPE = 1  # dimensions of a query that are not rotated
+    VALUE = 2  # width of a head's output
+    QUERIES = 3  # float32 [n_tokens, n_heads, nope + rope]
+    KEY_VALUES = 4  # float32 [n_tokens, head_dim], c and then the rotated part
+    COMPRESSED = 5  # float32 [n_tokens, q_rank]
+    OUT = 6  # float32 [n_tokens, n_heads, value]
+    BYTE_TILES = 7  # of each head, ROWS tokens
+    FLOAT_TILES = 8
+    ROWS = 9
 
 
 class Lora(IntEnum):
@@ -191,3 +221,5 @@ MATRICES_PER_LAYER = 7
 Q, K, V, OUT, GATE, UP, DOWN = range(MATRICES_PER_LAYER)
 EXPERT_MATRICES_PER_LAYER = 4
 ROUTER, GATE_EXPS, UP_EXPS, DOWN_EXPS = range(EXPERT_MATRICES_PER_LAYER)
+LATENT_MATRICES_PER_LAYER = 3
+Q_A, K_B, V_B = range(LATENT_MATRICES_PER_LAYER)

@@ -31,7 +31,7 @@ from ropewalk.model.families import (
     tensor_shapes,
 )
 from ropewalk.model.rope_settings import read_scaling
-from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, LongRope, RopeScaling
+from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, LongRope, RopeScaling, YaRN, yarn_mscale
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
@@ -100,6 +100,9 @@ class ExpertConfig:
         Factor of the weights of the chosen experts.
     selection_bias
         Whether the file has numbers (`exp_probs_b.bias`) that are added to the scores for the choice alone.
+    n_groups, n_groups_used
+        Experts are in groups, and a token chooses among those of a few groups only: the ones with the highest score, by
+        sigmoid the sum of the two highest.
     """
 
     n_experts: int
@@ -111,6 +114,31 @@ class ExpertConfig:
     shared_gate: bool
     weight_scale: float
     selection_bias: bool
+    n_groups: int = 1
+    n_groups_used: int = 1
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads from one vector.
+
+    Attributes
+    ----------
+    q_rank, kv_rank
+        Widths of the vectors that the queries, and that keys and values are made from; q_rank 0: queries are made from
+        the hidden state itself.
+    nope, rope
+        Dimensions of a query and key that are not rotated, and that are. The rotated part of the key is the same for
+        all heads.
+    value
+        Dimensions of a value.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +169,8 @@ class ModelConfig:
         Rows of `position_embd.weight`, one added to each embedding; 0: none.
     residual_scale, logit_scale
         Factors of each branch before it is added, and of the logits.
+    latent
+        Latent attention. `n_kv_heads` is 1 then, and `head_dim` the width of what the cache holds of a token.
     experts, layer_experts
         The mixture of experts, and which layers have it.
     tied_output
@@ -185,6 +215,7 @@ class ModelConfig:
     residual_scale: float
     logit_scale: float
     sinks: bool
+    latent: LatentConfig | None
     experts: ExpertConfig | None
     layer_experts: tuple[bool, ...]
     pooling: str
@@ -209,7 +240,8 @@ class ModelConfig:
         keys = _Keys(metadata, architecture)
         for key in family.needs:
             keys.number(key, low=0.0, high=1e6, open_low=True)
-        sizes = _read_sizes(keys, metadata, tensors)
+        latent = _read_latent(keys) if family.latent else None
+        sizes = _read_sizes(keys, metadata, tensors, latent)
         n_layers, head_dim = sizes["n_layers"], sizes["head_dim"]
         experts, layer_experts = _read_experts(keys, family, tensors, n_layers, sizes["ffn_size"])
         windows = _read_windows(keys, family, n_layers)
@@ -221,6 +253,9 @@ class ModelConfig:
         name = metadata.get("general.name")
         wide = n_layers in family.wide_scale_layers
         scale_width = sizes["hidden_size"] / sizes["n_heads"] if wide else head_dim
+        if latent:
+            rope = tuple(_latent_rope(setting) for setting in rope)
+            scale_width = (latent.nope + latent.rope) / _yarn_score_scale(rope[0]) ** 2
         config = cls(
             architecture=architecture,
             name=name if isinstance(name, str) else None,
@@ -258,6 +293,7 @@ class ModelConfig:
             residual_scale=keys.scale("residual_scale", 1.0),
             logit_scale=keys.scale("logit_scale", 1.0) ** (-1 if family.divides_logits else 1),
             sinks=family.sinks,
+            latent=latent,
             experts=experts,
             layer_experts=layer_experts,
             pooling=POOLINGS[keys.integer("pooling_type", 0, low=0, high=len(POOLINGS) - 1)],
@@ -283,7 +319,10 @@ class ModelConfig:
 
 
 def _read_sizes(
-    keys: _Keys, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]
+    keys: _Keys,
+    metadata: Mapping[str, object],
+    tensors: Mapping[str, TensorInfo],
+    latent: LatentConfig | None,
 ) -> dict[str, int]:
     n_layers = keys.integer("block_count", high=min(MAX_LAYERS, len(tensors)))
     n_layers -= keys.integer(
@@ -298,7 +337,7 @@ def _read_sizes(
         keys.refuse("attention.head_count", n_heads, f"a divisor of embedding_length = {hidden_size}")
     head_dim = keys.integer("attention.key_length", hidden_size // n_heads, high=2**16)
     value_length = keys.integer("attention.value_length", head_dim, high=2**16)
-    if value_length != head_dim:
+    if value_length != (latent.kv_rank if latent else head_dim):
         raise UnsupportedModelError(
             f"{keys.prefix}attention.value_length = {value_length} is not supported; "
             f"it must equal attention.key_length = {head_dim}"
@@ -313,6 +352,42 @@ def _read_sizes(
         "vocab_size": _read_vocab_size(keys, metadata, tensors),
         "context_length": keys.integer("context_length"),
     }
+
+
+def _read_latent(keys: _Keys) -> LatentConfig:
+    """The widths of latent attention, whose cache is that of one head for all."""
+    width = keys.integer("rope.dimension_count", low=2, high=2**16)
+    rank = keys.integer("attention.kv_lora_rank", high=2**16)
+    if keys.integer("attention.head_count_kv") != 1 or not keys.has("attention.key_length_mla"):
+        raise UnsupportedModelError(
+            f"{keys.prefix}attention.head_count_kv = {keys.value('attention.head_count_kv')} without key_length_mla is "
+            "not supported: the file keeps keys and values of every head; convert the model with a recent llama.cpp"
+        )
+    if keys.integer("attention.key_length") != rank + width:
+        keys.refuse("attention.key_length", keys.value("attention.key_length"), f"{rank} + {width}")
+    return LatentConfig(
+        q_rank=keys.integer("attention.q_lora_rank", 0, low=0, high=2**16),
+        kv_rank=rank,
+        nope=keys.integer("attention.key_length_mla", low=width + 1, high=2**16) - width,
+        rope=width,
+        value=keys.integer("attention.value_length_mla", high=2**16),
+    )
+
+
+def _latent_rope(rope: RopeConfig) -> RopeConfig:
+    """The setting with YaRN's factor in the scores alone; these files state a tenth of its weight."""
+    if not isinstance(rope.scaling, YaRN) or not rope.scaling.mscale_all_dim:
+        return rope
+    weight = rope.scaling.mscale_all_dim / 0.1
+    return replace(rope, scaling=replace(rope.scaling, mscale=weight, mscale_all_dim=weight))
+
+
+def _yarn_score_scale(rope: RopeConfig) -> float:
+    """What YaRN makes of a score's scale where cosines and sines are left alone (DeepSeek-V2, equation 11)."""
+    scaling = rope.scaling
+    if isinstance(scaling, YaRN) and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+    return 1.0
 
 
 def _read_vocab_size(keys: _Keys, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> int:
@@ -341,7 +416,7 @@ def _family_of(architecture: object) -> tuple[Family, str]:
         return FAMILIES[architecture], architecture
     message = f"general.architecture = {_show(architecture)} is not supported"
     if missing := MISSING_MATHEMATICS.get(str(architecture)):
-        message += f": {missing} is not implemented"
+        message += f": it needs {missing}, which is not implemented"
     elif near := difflib.get_close_matches(str(architecture)[:80], FAMILIES, 1):
         message += f"; did you mean {near[0]!r}?"
     raise UnsupportedModelError(f"{message}; supported are {', '.join(FAMILIES)}")
@@ -412,7 +487,13 @@ def _read_experts(
         shared_gate=rule.shared_gate,
         weight_scale=keys.scale("expert_weights_scale", 1.0),
         selection_bias=any(name.endswith("exp_probs_b.bias") for name in tensors),
+        n_groups=keys.integer("expert_group_count", 1, high=n_experts),
+        n_groups_used=keys.integer("expert_group_used_count", 1, high=keys.integer("expert_group_count", 1)),
     )
+    if n_experts % config.n_groups or config.n_used * config.n_groups > n_experts * config.n_groups_used:
+        keys.refuse(
+            "expert_group_count", config.n_groups, "a divisor of expert_count, with groups large enough"
+        )
     return config, has_router
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ropewalk.model.config import ModelConfig
+    from ropewalk.model.config import LatentConfig, ModelConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
 RopeLayout = Literal["neighbours", "halves"]
@@ -98,6 +98,8 @@ class Family:
         None where there are none.
     sinks
         Whether each head has a sink, one more score that takes part in the softmax and has no value.
+    latent
+        Whether keys and values are made from one vector for all heads, which is what the cache holds.
     """
 
     models: str
@@ -124,6 +126,7 @@ class Family:
     wide_scale_layers: frozenset[int] = field(default_factory=frozenset)
     experts: Experts | None = None
     sinks: bool = False
+    latent: bool = False
 
 
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale")
@@ -274,6 +277,12 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm_optional=True,
         experts=Experts("sigmoid", normalise=True),
     ),
+    "deepseek2": Family(
+        "DeepSeek V2, V2 Lite, V3, R1",
+        "neighbours",
+        experts=Experts(),
+        latent=True,
+    ),
     "gpt-oss": Family(
         "gpt-oss",
         "halves",
@@ -289,7 +298,6 @@ FAMILIES: Mapping[str, Family] = {
 
 # Architectures that people will try, and what keeps them from being a row.
 MISSING_MATHEMATICS: Mapping[str, str] = {
-    "deepseek2": "multi-head latent attention",
     "minicpm3": "multi-head latent attention",
     "mamba": "state spaces",
     "mamba2": "state spaces",
@@ -314,8 +322,6 @@ UNIMPLEMENTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
     "rope.scaling.alpha": (0, 1),
     "tensor_data_layout": ("jploski",),  # Falcon's q, k and v one after the other
     "use_parallel_residual": (False,),
@@ -375,7 +381,9 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     weights: dict[str, tuple[int, ...]] = {}
     if config.attn_norm:
         weights[config.attn_norm] = (hidden,)
-    if config.fused_qkv:
+    if config.latent:
+        weights |= _latent_shapes(config, config.latent)
+    elif config.fused_qkv:
         weights["attn_qkv"] = (q_rows + 2 * kv_rows, hidden)
     else:
         weights |= {"attn_q": (q_rows, hidden), "attn_k": (kv_rows, hidden), "attn_v": (kv_rows, hidden)}
@@ -386,7 +394,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         }
     if config.sinks:
         weights["attn_sinks"] = (config.n_heads,)
-    weights["attn_output"] = (hidden, q_rows)
+    weights["attn_output"] = (hidden, config.n_heads * config.latent.value if config.latent else q_rows)
     if config.post_norms:
         weights["post_attention_norm"] = (hidden,)
     if config.ffn_norm:
@@ -402,6 +410,24 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     if config.layer_experts[layer] and config.experts and config.experts.selection_bias:
         shapes["exp_probs_b.bias"] = (config.experts.n_experts,)
     return shapes
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, ...]]:
+    hidden, n_heads, rank = config.hidden_size, config.n_heads, latent.kv_rank
+    q_rows = n_heads * (latent.nope + latent.rope)
+    shapes: dict[str, tuple[int, ...]] = {"attn_q": (q_rows, hidden)}
+    if latent.q_rank:
+        shapes = {
+            "attn_q_a": (latent.q_rank, hidden),
+            "attn_q_a_norm": (latent.q_rank,),
+            "attn_q_b": (q_rows, latent.q_rank),
+        }
+    return shapes | {
+        "attn_kv_a_mqa": (rank + latent.rope, hidden),
+        "attn_kv_a_norm": (rank,),
+        "attn_k_b": (n_heads, rank, latent.nope),
+        "attn_v_b": (n_heads, latent.value, rank),
+    }
 
 
 def _qk_norm_shape(config: ModelConfig, n_heads: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from ropewalk.model.rope import cos_sin, rope_table, rotate
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from ropewalk.model.config import ExpertConfig, ModelConfig
+    from ropewalk.model.config import ExpertConfig, LatentConfig, ModelConfig
     from ropewalk.model.families import Activation
 
     class Checkpoint(Protocol):
@@ -165,7 +165,10 @@ class Reference:
         self, layer: int, x: Float32Array, positions: NDArray[np.int64], cache: ReferenceCache | None
     ) -> Float32Array:
         config, block = self.config, f"blk.{layer}."
-        q, k, v = self._heads(x, block)
+        if config.latent:
+            q, k, v = self._latent_heads(x, block, config.latent)
+        else:
+            q, k, v = self._heads(x, block)
         if config.layer_rope[layer] >= 0:
             which = config.layer_rope[layer]
             table = self._tables[which]
@@ -203,6 +206,24 @@ class Reference:
         if config.qk_norm in ("head", "each head"):
             q, k = self._norm(q, block + "attn_q_norm"), self._norm(k, block + "attn_k_norm")
         return q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1)
+
+    def _latent_heads(
+        self, x: Float32Array, block: str, latent: LatentConfig
+    ) -> tuple[Float32Array, Float32Array, Float32Array]:
+        """q, k and v of every head, written out, the part that is rotated first: float32 [n_heads, n, ...] each."""
+        if latent.q_rank:
+            x_q = self._norm(self._linear(x, block + "attn_q_a"), block + "attn_q_a_norm")
+            q = self._linear(x_q, block + "attn_q_b")
+        else:
+            q = self._linear(x, block + "attn_q")
+        q = q.reshape(len(x), self.config.n_heads, -1).swapaxes(0, 1)
+        kept, rotated = np.split(self._linear(x, block + "attn_kv_a_mqa"), [latent.kv_rank], axis=1)
+        kept = self._norm(kept, block + "attn_kv_a_norm")
+        k = kept @ self._weight(block + "attn_k_b.weight")
+        v = kept @ self._weight(block + "attn_v_b.weight").swapaxes(1, 2)
+        rotated = np.broadcast_to(rotated, (len(k), *rotated.shape))
+        q = np.concatenate([q[:, :, latent.nope :], q[:, :, : latent.nope]], axis=-1)
+        return q, np.concatenate([rotated, k], axis=-1), v
 
     def _feed_forward(self, layer: int, x: Float32Array) -> Float32Array:
         config, block = self.config, f"blk.{layer}."
@@ -312,7 +333,7 @@ def attend(
     n_heads, n, head_dim = q.shape
     n_kv_heads, m, _ = k.shape
     grouped = q.reshape(n_kv_heads, n_heads // n_kv_heads, n, head_dim)
-    mixed = np.empty_like(grouped)
+    mixed = np.empty((*grouped.shape[:-1], v.shape[-1]), np.float32)
     for start in range(0, n, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, n))
         scores = np.float32(scale) * (grouped[:, :, rows] @ k[:, None].swapaxes(-1, -2))
@@ -323,7 +344,7 @@ def attend(
             scores = np.concatenate([scores, column], axis=-1)
         weights = softmax(scores)[..., :m]
         mixed[:, :, rows] = weights @ v[:, None]
-    return mixed.reshape(n_heads, n, head_dim).swapaxes(0, 1).reshape(n, n_heads * head_dim)
+    return mixed.reshape(n_heads, n, -1).swapaxes(0, 1).reshape(n, -1)
 
 
 def visible(positions: NDArray[np.int64], n_keys: int, window: int) -> NDArray[np.bool_]:
@@ -387,7 +408,10 @@ def route(
     shares = softmax(scores) if experts.scoring == "softmax" else scores
     if experts.scoring == "sigmoid":
         shares = sigmoid(scores)
-    order = np.argsort(-(shares if bias is None else shares + bias), axis=-1, kind="stable")
+    choice = shares if bias is None else shares + bias
+    if experts.n_groups > 1:
+        choice = within_groups(choice, experts)
+    order = np.argsort(-choice, axis=-1, kind="stable")
     chosen = order[:, : experts.n_used]
     weights = np.take_along_axis(shares, chosen, axis=-1)
     if experts.scoring == "softmax of chosen":
@@ -395,6 +419,16 @@ def route(
     elif experts.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     return chosen, weights * np.float32(experts.weight_scale)
+
+
+def within_groups(choice: Float32Array, experts: ExpertConfig) -> Float32Array:
+    """−inf for all experts but those of the best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    grouped = choice.reshape(len(choice), experts.n_groups, -1)
+    best = np.sort(grouped, axis=-1)[:, :, ::-1]
+    scores = best[:, :, :2].sum(-1) if experts.scoring == "sigmoid" else best[:, :, 0]
+    ranks = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+    kept = np.where((ranks < experts.n_groups_used)[:, :, None], grouped, np.float32(-np.inf))
+    return np.asarray(kept.reshape(choice.shape), np.float32)
 
 
 def activate(kind: Activation, gate: Float32Array, up: Float32Array, gated: bool) -> Float32Array:
