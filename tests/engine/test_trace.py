@@ -10,7 +10,7 @@ import pytest
 from ropewalk import LLM, SamplingParams
 from ropewalk.engine.draws import uniform
 from ropewalk.engine.engine import Engine
-from ropewalk.engine.sampler import Candidates, Context, choose, draw, scaled, steps
+from ropewalk.engine.sampler import Candidates, Context, choose, descending, draw, scaled, steps
 from ropewalk.engine.trace import GROUPS, explain
 from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels.clock import PARTS
@@ -297,3 +297,14 @@ def test_steps_that_check_guesses(smollm2):
     assert len(trace.steps) < 16
     assert any(s.phase == "decode" and s.n_tokens > 1 for s in trace.steps)
     assert trace.bytes_per_token < trace.steps[1].read_bytes
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_first_of_a_descending_order_without_sorting_all(seed):
+    """Ties by index, minus infinity last, for every length of the beginning."""
+    rng = np.random.default_rng(seed)
+    key = rng.integers(-3, 4, int(rng.integers(1, 60))).astype(np.float32)
+    key[rng.integers(0, len(key))] = -np.inf
+    whole = np.argsort(-key, kind="stable").tolist()
+    for n in range(len(key) + 2):
+        assert descending(key, n).tolist() == whole[:n]

@@ -326,7 +326,7 @@ def truncations(params: SamplingParams) -> list[tuple[str, Callable[[Candidates]
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
     """Keep exactly the k most likely (all, if there are fewer); of those tied at the cut, the lowest ids."""
-    return candidates.keep(np.sort(descending(candidates.logits)[:k]))
+    return candidates.keep(np.sort(descending(candidates.logits, k)))
 
 
 def top_p(candidates: Candidates, mass: float) -> Candidates:
@@ -383,9 +383,14 @@ def smallest_set(key: NDArray[Any], weights: Integers, mass: float) -> NDArray[n
     return keep
 
 
-def descending(key: NDArray[Any]) -> Integers:
-    """Return the indices that sort by key, largest first, ties by index."""
-    return np.argsort(-key, kind="stable")
+def descending(key: NDArray[Any], n: int | None = None) -> Integers:
+    """Return the indices that sort by key, largest first, ties by index; only the first `n` of them, if it is given."""
+    if n is None or n >= len(key):
+        return np.argsort(-key, kind="stable")
+    if n == 0:
+        return np.zeros(0, np.int64)
+    high = np.flatnonzero(key >= np.partition(key, len(key) - n)[len(key) - n])
+    return high[np.argsort(-key[high], kind="stable")[:n]]
 
 
 # The choice.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.engine.sampler import Candidates, Context, Logits, steps
+from ropewalk.engine.sampler import Candidates, Context, Logits, descending, steps
 from ropewalk.params import SamplingParams
 
 GROUPS = {
@@ -341,10 +341,5 @@ def _stage(name: str, now: Candidates, before: Candidates | None) -> Stage:
 
 
 def _best(candidates: Candidates, n: int) -> list[int]:
-    """Ids of the n most likely tokens, without sorting all of them."""
-    weights, n = candidates.weights, min(n, len(candidates.ids))
-    if n == 0:
-        return []
-    high = np.flatnonzero(weights >= np.partition(weights, len(weights) - n)[len(weights) - n])
-    order = high[np.argsort(-weights[high], kind="stable")[:n]]
-    return [int(token_id) for token_id in candidates.ids[order]]
+    """Ids of the n most likely tokens."""
+    return [int(token_id) for token_id in candidates.ids[descending(candidates.logits, n)]]
