@@ -224,23 +224,9 @@ def ours(options: argparse.Namespace) -> bool:
 
 
 def peer(options: argparse.Namespace) -> None:
-    command = [
-        options.peer_python,
-        "-m",
-        "llama_cpp.server",
-        "--model",
-        options.model,
-        "--port",
-        str(options.port),
-    ]
-    command += [
-        "--n_ctx",
-        str(options.context),
-        "--n_threads",
-        str(options.threads),
-        "--n_threads_batch",
-        str(options.threads),
-    ]
+    command = [options.peer_python, "-m", "llama_cpp.server", "--model", options.model, "--host", "127.0.0.1"]
+    command += ["--port", str(options.port), "--n_ctx", str(options.context)]
+    command += ["--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
     command += ["--interrupt_requests", "false", "--verbose", "false"]
     process, _ = start(command, "Uvicorn running")
     try:

@@ -4,8 +4,10 @@ import http.client
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -237,6 +239,14 @@ class TestAccess:
             )
             is None
         )
+
+    def test_https(self, toy):
+        pem = str(Path(__file__).parents[1] / "data/localhost.pem")
+        server = toy(settings={"ssl_certfile": pem, "ssl_keyfile": pem})
+        trusted = ssl.create_default_context(cafile=pem)
+        assert httpx.get(f"https://localhost:{server.port}/health", verify=trusted).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://localhost:{server.port}/health")
 
     def test_behind_a_prefix(self, toy):
         server = toy(settings={"root_path": "/llm"})
