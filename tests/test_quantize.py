@@ -202,7 +202,10 @@ def test_loading_quantizes_what_becomes_smaller(tmp_path, small):
             assert np.array_equal(quantized.raw(name), file.raw(name))
         assert quantized.raw("token_embd.weight") is quantized.raw("token_embd.weight")
         assert quantized.kind == "GGUF version 3, quantized to Q4_K_M"
-    with Requantized(open_gguf(tmp_path / "m.gguf"), "q8") as quantized:
+    with (
+        pytest.warns(UserWarning, match="nothing becomes smaller as Q8_0"),
+        Requantized(open_gguf(tmp_path / "m.gguf"), "q8") as quantized,
+    ):
         assert not [n for n, i in quantized.tensors.items() if i.format.name == "Q8_0"]
     with pytest.raises(InvalidParameterError, match="there is no quantization 'q3'"):
         Requantized(open_checkpoint(small), "q3")

@@ -204,6 +204,11 @@ class Requantized:
     ------
     InvalidParameterError
         The name is unknown.
+
+    Warns
+    -----
+    UserWarning
+        No tensor becomes smaller.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, *, n_threads: int | None = None) -> None:
@@ -217,6 +222,10 @@ class Requantized:
             for n, f in chosen.items()
             if f.bits_per_weight < checkpoint.tensors[n].format.bits_per_weight
         }
+        if not self._targets:
+            warnings.warn(
+                f"nothing becomes smaller as {mix.name}: the weights stay as they are", stacklevel=2
+            )
         infos = dict(checkpoint.tensors)
         for n, f in self._targets.items():
             shape = infos[n].shape
