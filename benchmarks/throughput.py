@@ -162,7 +162,8 @@ def report(result: dict) -> None:
             ratios = [b / a for a, b in zip(seconds[name], seconds[reference], strict=True)]
             row += f" {statistics.median(ratios):.2f} |"
         print(row)
-    print(f"\nmedians of {result['rounds']} rounds; Ropewalk's tokens are the same in all of its rows")
+    rounds = f"medians of {result['rounds']} rounds" if result["rounds"] > 1 else "one round"
+    print(f"\n{rounds}; Ropewalk's tokens are the same in all of its rows")
     if result["peer"]:
         tried = ", ".join(
             f"{name} {taken:.1f} s" for name, taken in result["llama_cpp_in_the_warm_up"].items()
