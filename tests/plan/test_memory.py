@@ -1,6 +1,7 @@
 """Bytes of caches and weights: the published table to the digit, and what the engine allocates, to the byte."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +128,9 @@ def test_a_latent_stands_for_all_heads():
     model = ModelShape("latent", (latent,) * 60, Weights(Part(1, 1)), "F16")
     assert token_bytes(model, cache_type("float16")) == 60 * 2 * 576 * 2
     assert token_bytes(model, cache_type("int8")) == 60 * 2 * (576 + 4)
+    engine = SimpleNamespace(n_layers=60, n_kv_heads=1, head_dim=576)  # as a `ModelConfig` has it
+    for name in CACHE_DTYPES:
+        assert page_bytes(model, cache_type(name)) == cache_page_bytes(engine, name)
     heads = ModelShape("heads", (replace(latent, latent=0),) * 60, Weights(Part(1, 1)), "F16")
     ratio = token_bytes(heads, cache_type("float16")) / token_bytes(model, cache_type("float16"))
     assert ratio == pytest.approx(128 * 320 / 1152)
