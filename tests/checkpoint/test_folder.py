@@ -140,6 +140,24 @@ def test_minicpm_is_granite_by_other_names(tmp_path, folders):
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+def test_a_model_for_embeddings(tmp_path, folders):
+    """Names without "model.", no output matrix, and a pooling in a folder of its own."""
+    parts = folders.parts("qwen3")
+    expected = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])
+    parts.tensors = {n.removeprefix("model."): a for n, a in parts.tensors.items()}
+    path = folders.write(tmp_path / "b", parts)
+    assert np.array_equal(reference(path).logits([5, 6, 7]), expected)
+    (path / "1_Pooling").mkdir()
+    settings = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    checkpoint = open_checkpoint(path)
+    assert ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors).pooling == "last"
+    settings["pooling_mode_mean_tokens"] = True
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModelError, match="several poolings"):
+        open_checkpoint(path)
+
+
 def test_layers_that_guess_further_tokens_are_passed_over(tmp_path, folders):
     parts = folders.parts("glm4_moe")
     plain = reference(folders.write(tmp_path / "a", parts)).logits([5, 6, 7])

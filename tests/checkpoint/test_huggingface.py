@@ -254,6 +254,7 @@ FOLDER = {
     "onnx/model.safetensors": b"another",
     "pytorch_model.bin": b"pickled",
     "tokenizer.json": b"{}",
+    "1_Pooling/config.json": b"{}",
 }
 
 
@@ -262,7 +263,8 @@ def test_a_repository_in_the_hub_s_own_layout_is_fetched_as_a_folder(fake):
     path = hub.resolve("hf.co/ann/tensors")
     assert path.is_dir()
     wanted = FOLDER.keys() - {"README.md", "onnx/model.safetensors", "pytorch_model.bin"}
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == {n: FOLDER[n] for n in wanted}
+    found = {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    assert found == {n: FOLDER[n] for n in wanted}
     assert fake.files_sent()[-1] == "config.json"  # its presence says that the rest is there
     fake.requests.clear()
     assert hub.resolve("hf.co/ann/tensors") == path
@@ -270,7 +272,7 @@ def test_a_repository_in_the_hub_s_own_layout_is_fetched_as_a_folder(fake):
     (listed,) = (m for m in hub.list_models() if "tensors" in m.name)
     assert (listed.name, listed.path) == ("hf.co/ann/tensors:safetensors", path)
     hub.remove("hf.co/ann/tensors")
-    assert not list(path.iterdir())
+    assert not [p for p in path.rglob("*") if p.is_file()]
 
 
 def test_of_a_repository_with_both_layouts_gguf_is_meant_unless_the_other_is_named(fake):

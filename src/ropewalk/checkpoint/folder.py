@@ -26,6 +26,9 @@ from ropewalk.checkpoint.quants import dequantize
 from ropewalk.checkpoint.safetensors import SafeTensors, open_safetensors
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 
+_POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
+"""Keys of `1_Pooling/config.json`, and the numbers of GGUF's `pooling_type`."""
+
 
 class HuggingFaceFolder:
     """An open model; made by `open_folder`. See `base.Checkpoint`.
@@ -143,12 +146,22 @@ def open_folder(path: Path, *, weights: Path | None = None) -> HuggingFaceFolder
         metadata = dict(translated.metadata)
         metadata["general.name"] = _name(path, values)
         metadata |= tokenizer_metadata(path, values, embedding.shape[0])
+        metadata |= _pooling(path, translated.family.architecture)
         for name, array in translated.tensors.items():
             assemblies[name] = Assembly(name, [Source(name, array.shape, F32, lambda a=array: a)])  # type: ignore[misc]
         return HuggingFaceFolder(path, stored, metadata, assemblies)
     except BaseException:
         stored.close()
         raise
+
+
+def _pooling(path: Path, architecture: str) -> dict[str, object]:
+    """How a model for embeddings makes one vector of many, as sentence-transformers keeps it."""
+    options = read_object(path / "1_Pooling" / "config.json")
+    chosen = [number for key, number in _POOLINGS.items() if options.get(key) is True]
+    if len(chosen) > 1:
+        raise UnsupportedModelError(f"{path / '1_Pooling'}: several poolings at once are not supported")
+    return {f"{architecture}.pooling_type": n for n in chosen}
 
 
 def _find_weights(folder: Path) -> Path:

@@ -92,20 +92,24 @@ def folder_files(files: Iterable[str]) -> list[str]:
 
     `config.json` comes last: where it is, everything else is.
     """
+    files = set(files)
     top = {f for f in files if "/" not in f}
     weights = sorted(f for f in top if _WEIGHTS.fullmatch(f))
     if not weights:
         weights = sorted(f for f in top if f.endswith(".safetensors"))[:2]
     if "config.json" not in top or not weights or (len(weights) > 1 and _INDEX not in top):
         return []
-    return [*weights, *sorted(top & _BESIDE), "config.json"]
+    pooling = {"1_Pooling/config.json"} & set(files)
+    return [*weights, *sorted(top & _BESIDE), *pooling, "config.json"]
 
 
 def local_folder(folder: Path) -> list[Path]:
     """Return the files of a model in Hugging Face's layout that was fetched before, `config.json` first."""
     if not (folder / "config.json").is_file():
         return []
-    names = folder_files(p.name for p in folder.iterdir())
+    names = folder_files(
+        p.relative_to(folder).as_posix() for p in [*folder.iterdir(), *folder.glob("*/*.json")]
+    )
     return [folder / name for name in reversed(names)]
 
 

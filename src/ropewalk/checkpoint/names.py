@@ -322,8 +322,11 @@ TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.", ""),
+    ("layers.", "model.layers."),
+    ("embed_tokens.", "model.embed_tokens."),
+    ("norm.", "model.norm."),
 )
-"""Where models that also see keep the text model's tensors, and where text models have them."""
+"""Where models that also see, and models without an output matrix, keep tensors that text models have elsewhere."""
 
 
 class Names:
