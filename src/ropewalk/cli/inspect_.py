@@ -75,7 +75,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
     except UnsupportedModelError as error:
         return {"unsupported": str(error)}
-    return {
+    facts: dict[str, Any] = {
         "layers": config.n_layers,
         "hidden_size": config.hidden_size,
         "heads": config.n_heads,
@@ -89,6 +89,17 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "window": max(config.layer_window),
         "tied_output": config.tied_output,
     }
+    if config.experts:
+        facts["experts"] = {
+            "layers": sum(config.layer_experts),
+            "count": config.experts.n_experts,
+            "used": config.experts.n_used,
+            "ffn_size": config.experts.ffn_size,
+            "shared_ffn_size": config.experts.shared_ffn_size,
+        }
+    if config.latent:
+        facts["latent"] = {"kv_rank": config.latent.kv_rank, "value": config.latent.value}
+    return facts
 
 
 def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -141,11 +152,21 @@ def _tokenizer_line(tokenizer: dict[str, Any]) -> str:
 
 def _model_lines(model: dict[str, Any]) -> dict[str, str]:
     window = f", {model['windowed_layers']} of them see {model['window']} tokens" if model["window"] else ""
+    experts = ""
+    if mixture := model.get("experts"):
+        shared = (
+            f", one of {mixture['shared_ffn_size']} for every token" if mixture["shared_ffn_size"] else ""
+        )
+        experts = (
+            f"; {mixture['used']} of {mixture['count']} experts of {mixture['ffn_size']}{shared}, "
+            f"in {mixture['layers']} layers"
+        )
     return {
         "layers": f"{model['layers']}{window}",
-        "width": f"{model['hidden_size']}, feed-forward {model['ffn_size']}",
+        "width": f"{model['hidden_size']}, feed-forward {model['ffn_size']}{experts}",
         "heads": f"{model['heads']} of width {model['head_dim']}, {model['kv_heads']} for keys and values",
-        "rotary": "; ".join(f"base {r['base']:g}, width {r['width']}, {r['layout']}" for r in model["rope"]),
+        "rotary": "; ".join(f"base {r['base']:g}, width {r['width']}, {r['layout']}" for r in model["rope"])
+        or "none: positions are learned",
         "vocabulary": f"{model['vocabulary']} tokens"
         + (", output shares the embedding" if model["tied_output"] else ""),
         "context length": f"{model['context_length']} tokens",

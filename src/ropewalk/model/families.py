@@ -298,7 +298,7 @@ FAMILIES: Mapping[str, Family] = {
 
 # Architectures that people will try, and what keeps them from being a row.
 MISSING_MATHEMATICS: Mapping[str, str] = {
-    "minicpm3": "multi-head latent attention",
+    "minicpm3": "latent attention in an older layout",
     "mamba": "state spaces",
     "mamba2": "state spaces",
     "jamba": "state spaces",
