@@ -655,3 +655,36 @@ class TestTokens:
             400,
             "token id 1000000 is outside the vocabulary: ids are 0 to 49151",
         )
+
+
+def test_a_trace_is_told_when_it_is_asked_for(smol):
+    """Of each token the stages and candidates, and what its step read; the same whole and streamed."""
+    body = {
+        "model": "smol",
+        "prompt": "A rope is",
+        "max_tokens": 5,
+        "seed": 3,
+        "temperature": 0.7,
+        "top_k": 5,
+        "trace": 4,
+    }
+    whole = smol.post("/v1/completions", body).json()["choices"][0]["trace"]
+    lines = smol.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = [token for event in events for choice in event["choices"] for token in choice.get("trace", ())]
+    assert len(whole) == len(streamed) == 5
+    for one, other in zip(whole, streamed, strict=True):
+        assert [stage["name"] for stage in one["stages"]] == ["raw", "temperature", "top_k"]
+        assert one["stages"][-1]["n_candidates"] == 5
+        same = ("token_id", "text", "position", "probability", "stages", "candidates")
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        assert one["step"]["read_bytes"] > 80e6 and one["step"]["seconds"] > 0
+        assert sum(c["probabilities"][-1] for c in one["candidates"]) <= 1 + 1e-9
+    without = {name: value for name, value in body.items() if name != "trace"}
+    assert "trace" not in smol.post("/v1/completions", without).json()["choices"][0]
+    assert smol.post("/v1/completions", {**body, "trace": 51}).status_code == 400
+
+
+def test_the_machine_is_measured(smol):
+    found = smol.get("/machine").json()
+    assert found["threads"] >= 1 and found["read_bytes_per_s"] > 1e8

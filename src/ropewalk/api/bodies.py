@@ -89,6 +89,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     seed: int | None
+    trace: NotRequired[list[dict[str, Any]]]
 
 
 class ChatBody(TypedDict):
@@ -111,6 +112,7 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     seed: NotRequired[int | None]
+    trace: NotRequired[list[dict[str, Any]]]
 
 
 class ChatChunk(TypedDict):
@@ -142,6 +144,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     seed: NotRequired[int | None]
+    trace: NotRequired[list[dict[str, Any]]]
 
 
 class CompletionBody(TypedDict):
@@ -244,3 +247,10 @@ def now() -> int:
 
 
 Event = dict[str, Any]
+
+
+class MachineBody(TypedDict):
+    """Of /machine. `read_bytes_per_s` is the bound of decoding: all threads read the weights, and do nothing else."""
+
+    threads: int
+    read_bytes_per_s: float

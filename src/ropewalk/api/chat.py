@@ -26,6 +26,7 @@ from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import ChatRequest, ToolChoice
 from ropewalk.api.tasks import Find, Job, Structure, Task, check_length, structure_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
+from ropewalk.api.traces import of_chunk, of_completion
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
 from ropewalk.text.chat import encode_chat
@@ -173,6 +174,7 @@ class ChatTask(Task):
             "logprobs": self._logprobs_of(completion.logprobs or []),
             "finish_reason": finish_reason(completion, reader),
             "seed": completion.seed,
+            **of_completion(completion, self.llm.tokenizer),  # type: ignore[typeddict-item]
         }
 
     # Streamed.
@@ -190,12 +192,13 @@ class ChatTask(Task):
             parts += reader.finish()
         logprobs = self._logprobs_of([chunk.logprob] if chunk.logprob else [])
         deltas = [self._delta(part) for part in parts]
-        if logprobs and logprobs["content"] and not deltas:
+        trace = of_chunk(chunk, self.llm.tokenizer)
+        if ((logprobs and logprobs["content"]) or trace) and not deltas:
             deltas = [{"content": ""}]
         events = []
         for delta in deltas:
-            events.append(self._chunk(chunk.index, delta, logprobs=logprobs))
-            logprobs = None
+            events.append(self._chunk(chunk.index, delta, logprobs=logprobs, trace=trace))
+            logprobs, trace = None, {}
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion, reader)
             events.append(self._chunk(chunk.index, {}, reason=reason, seed=chunk.completion.seed))
@@ -229,12 +232,14 @@ class ChatTask(Task):
         logprobs: ChatLogprobs | None = None,
         reason: FinishReason | None = None,
         seed: int | None = None,
+        trace: dict[str, Any] | None = None,
     ) -> Event:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": reason,
+            **(trace or {}),
         }
         if seed is not None:
             choice["seed"] = seed

@@ -11,6 +11,7 @@ from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import CompletionLogprobsMaker
 from ropewalk.api.requests import CompletionRequest
 from ropewalk.api.tasks import Find, Job, Task, constraint_of, encoded
+from ropewalk.api.traces import of_chunk, of_completion
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
 
 DEFAULT_MAX_TOKENS = 16
@@ -62,6 +63,7 @@ class CompletionTask(Task):
             "logprobs": None if logprobs is None else self._new_maker().of(self._shown(logprobs)),
             "finish_reason": "length" if completion.finish_reason == "length" else "stop",
             "seed": completion.seed,
+            **of_completion(completion, self.llm.tokenizer),  # type: ignore[typeddict-item]
         }
 
     def start(self) -> list[Event]:
@@ -74,10 +76,15 @@ class CompletionTask(Task):
         index = self._index(job, chunk.index)
         shown = self._shown([chunk.logprob]) if chunk.logprob else []
         logprobs = self._makers[index].of(shown) if shown else None
+        trace = of_chunk(chunk, self.llm.tokenizer)
         if chunk.completion is None:
-            return [self._chunk(index, chunk.text, logprobs)] if chunk.text or logprobs else []
+            return (
+                [self._chunk(index, chunk.text, logprobs, trace=trace)]
+                if chunk.text or logprobs or trace
+                else []
+            )
         reason = "length" if chunk.completion.finish_reason == "length" else "stop"
-        return [self._chunk(index, chunk.text, logprobs, reason, chunk.completion.seed)]
+        return [self._chunk(index, chunk.text, logprobs, reason, chunk.completion.seed, trace)]
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """The usage, if it was asked for."""
@@ -98,9 +105,18 @@ class CompletionTask(Task):
         return CompletionLogprobsMaker(self.llm.tokenizer, self._params.skip_special_tokens)
 
     def _chunk(
-        self, index: int, text: str, logprobs: Any = None, reason: str | None = None, seed: int | None = None
+        self,
+        index: int,
+        text: str,
+        logprobs: Any = None,
+        reason: str | None = None,
+        seed: int | None = None,
+        trace: dict[str, Any] | None = None,
     ) -> Event:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice: dict[str, Any] = {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason,
+            **(trace or {}),
+        }
         if seed is not None:
             choice["seed"] = seed
         usage = {"usage": None} if self._include_usage else {}

@@ -17,7 +17,7 @@ TokenIds = list[int]
 _SAME_NAME = [  # in a body and in SamplingParams
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "trace"),
 ]
 
 
@@ -82,6 +82,11 @@ class Sampling(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     user: str | None = Field(default=None, description="Written to the access log.")
+    trace: Annotated[int, Field(ge=0, le=50)] | None = Field(
+        default=None,
+        description="Tell how each token came to be drawn, with so many candidates, and what its step read and cost: "
+        "`trace` of the choice.",
+    )
     regex: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="The answer matches this regular expression (Rust's syntax, without look-around).",

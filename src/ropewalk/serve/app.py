@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ropewalk import __version__
-from ropewalk.api.bodies import DetokenizeBody, ModelsBody, TokenizeBody
+from ropewalk.api.bodies import DetokenizeBody, MachineBody, ModelsBody, TokenizeBody
 from ropewalk.api.body import checked
 from ropewalk.api.chat import Conversation
 from ropewalk.api.embeddings import EmbeddingTask
@@ -23,6 +25,7 @@ from ropewalk.api.errors import ApiError, as_api_error
 from ropewalk.api.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from ropewalk.api.tasks import Task, check_length, make_task
 from ropewalk.outputs import RequestOutput
+from ropewalk.serve import page
 from ropewalk.serve.gate import Gate
 from ropewalk.serve.http import EventStream, error_response, read_body, while_connected
 from ropewalk.serve.metrics import Metrics
@@ -35,6 +38,8 @@ from ropewalk.text.chat import encode_chat
 if TYPE_CHECKING:
     from ropewalk.async_engine import AsyncEngine
 
+MEASURE_EVERY_S = 5.0
+"""A measurement takes the engine a fraction of a second, and on a busy machine it finds too little."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -63,6 +68,8 @@ class Endpoints:
         self.metrics = Metrics(self.models)
         self.running = Running(options, self.metrics)
         self._document: dict[str, Any] | None = None
+        self._measuring = asyncio.Lock()
+        self._threads, self._read_bytes_per_s, self._measured_s = 0, 0.0, -math.inf
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -74,9 +81,11 @@ class Endpoints:
             "/health": self.health,
             "/metrics": self.show_metrics,
             "/version": self.version,
+            "/machine": self.machine,
             "/openapi.json": self.openapi,
         }
         return [
+            *page.routes(),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
         ]
@@ -189,6 +198,18 @@ class Endpoints:
     async def version(self, request: Request) -> Response:
         """The version of Ropewalk."""
         return JSONResponse({"version": __version__})
+
+    async def machine(self, request: Request) -> Response:
+        """What decoding is bound by. Measured again when somebody asks, but seldom; the best time counts."""
+        async with self._measuring:
+            if time.monotonic() > self._measured_s + MEASURE_EVERY_S:
+                backend: Any = next(iter(self.models.served.values())).engine.llm.backend
+                if not hasattr(backend, "read_bandwidth"):
+                    raise ApiError("this backend has no memory to measure", status=404)
+                found = await asyncio.to_thread(backend.read_bandwidth)
+                self._read_bytes_per_s = max(self._read_bytes_per_s, found)
+                self._threads, self._measured_s = backend.n_threads, time.monotonic()
+        return JSONResponse(MachineBody(threads=self._threads, read_bytes_per_s=self._read_bytes_per_s))
 
     async def openapi(self, request: Request) -> Response:
         """What this server understands, for programs."""

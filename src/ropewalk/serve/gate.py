@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropewalk.api.bodies import new_id
 from ropewalk.api.errors import ApiError
+from ropewalk.serve import page
 from ropewalk.serve.http import ClientGoneError, error_response
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("ropewalk.access")
 fault_log = logging.getLogger("ropewalk.faults")
-OPEN_TO_ALL = frozenset({"/health"})
+OPEN_TO_ALL = frozenset({"/health"}) | page.PATHS
 CLIENT_CLOSED = 499
 """What the log says of a request whose client went away, as nginx does."""
 

@@ -33,6 +33,7 @@ GETS: dict[str, tuple[str, Any, str]] = {
     "/health": ("Whether the server can answer", None, "application/json"),
     "/metrics": ("Metrics for Prometheus", None, "text/plain"),
     "/version": ("The version of Ropewalk", None, "application/json"),
+    "/machine": ("The machine, and how fast it reads memory", bodies.MachineBody, "application/json"),
     "/openapi.json": ("This document", None, "application/json"),
 }
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
