@@ -304,7 +304,7 @@ class TestEndings:
 
     def test_abort_while_queued(self):
         async def main():
-            llm = toy_llm(Slow(), max_batch=1)
+            llm = toy_llm(Slow(), max_batch=1, context_length=512, kv_tokens=1024)
             async with AsyncEngine(llm) as engine:
                 llm.backend.gate.clear()
                 running = engine.stream("a", LONG)
@@ -451,7 +451,7 @@ class TestFailures:
 
     def test_a_step_of_somebody_else_that_fails_is_told(self):
         async def main():
-            llm = toy_llm(Slow())
+            llm = toy_llm(Slow(), context_length=512, kv_tokens=2048)
             async with AsyncEngine(llm) as engine:
                 stream = engine.stream("a", LONG)
                 await anext(stream)

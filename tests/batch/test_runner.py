@@ -155,7 +155,7 @@ def test_no_more_than_a_few_are_in_memory(batch, monkeypatch):
     monkeypatch.setattr(AsyncEngine, "generate", counted)
     _, _, llm = batch([completion(str(i)) for i in range(60)], toy_llm(max_batch=4), n_ahead=8)
     assert most == 8
-    assert llm.backend.batch_sizes.count(4) > 50  # of 75 steps of decoding
+    assert len(llm.backend.batch_sizes) < 150  # 75 if the batch is always full, 300 one by one
 
 
 def test_one_that_is_larger_than_the_room_runs_alone(batch):
