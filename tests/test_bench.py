@@ -21,6 +21,8 @@ CONFIG = SimpleNamespace(
     vocab_size=100,
     context_length=4096,
     layer_window=(0, 64),
+    experts=None,
+    latent=None,
 )
 PAGE_BYTES = 2 * 16 * 2 * 2 * 32 * 2  # 2 layers, 16 tokens, keys and values, 2 heads, float16
 
@@ -129,6 +131,24 @@ def test_a_prefill_reads_the_layers_once_a_pass_and_the_output_matrix_once():
     assert long.cache_bytes == (512 + 512 + 513 + 64) * per_token
     pairs = 512 * 513 // 2 + (64 * 65 // 2 + 448 * 64)
     assert short.macs == 14 * 2 * 16 * 64 * 512 + 7 * 16 * 64 + 2 * 4 * 32 * pairs
+
+
+def test_of_experts_a_step_reads_those_that_tokens_meet():
+    """Of 8 experts a token meets 2, 4 tokens that choose evenly 8 (1 - (6/8)^4); the router is read whole."""
+    config = SimpleNamespace(**vars(CONFIG) | {"experts": SimpleNamespace(n_experts=8, n_used=2)})
+    packed, dense = weights(), weights()
+    rows = np.zeros(
+        (8, MATRIX_FIELDS), np.int64
+    )  # of each layer a router, and gate, up and down of one expert
+    rows[:, Matrix.N_PANELS] = [1, 3, 3, 4] * 2
+    rows[:, Matrix.PANEL_BYTES], rows[:, Matrix.N_GROUPS] = 100, 2
+    packed.matrices = np.concatenate([packed.matrices, rows])
+    for batch, met in ((1, 2), (4, 8 * (1 - 0.75**4))):
+        case = Case("decode", 1, batch, 0)
+        mixture = work_of(case, config, packed, PAGE_BYTES)
+        plain = work_of(case, CONFIG, dense, PAGE_BYTES)
+        assert mixture.weight_bytes - plain.weight_bytes == round(2 * 100 * (1 + 10 * met))
+        assert mixture.macs - plain.macs == batch * 2 * 16 * 64 * (1 + 10 * 2)
 
 
 def test_figures_of_a_measurement():

@@ -7,7 +7,8 @@ kernels'. Every round measures the read bandwidth and then each case once; figur
     decode    `DECODE_STEPS` steps of one token of each of `batch` sequences, each with `depth` tokens in the cache
 
 What a step has to read: every packed weight once for each pass of up to `MAX_TOKENS` tokens (the output matrix only
-where logits are wanted), and the keys and values of the context once. A multiply-accumulate (MAC) is counted for each
+where logits are wanted; of experts as many as tokens meet that choose evenly), and the keys and values of the context
+once. A multiply-accumulate (MAC) is counted for each
 weight and token, and for each of the head_dim products of a query with a key and of a weight with a value.
 """
 
@@ -21,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE, StepBatch
 from ropewalk.backend.cpu import CACHE_DTYPES, MAX_TOKENS, CpuBackend, CpuCache, Progress, cache_page_bytes
@@ -30,7 +32,16 @@ from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.formats import GROUP, PANEL_ROWS
-from ropewalk.kernels.tables import MATRICES_PER_LAYER, Matrix
+from ropewalk.kernels.tables import (
+    EXPERT_MATRICES_PER_LAYER,
+    GATE_EXPS,
+    K_B,
+    LATENT_MATRICES_PER_LAYER,
+    MATRICES_PER_LAYER,
+    Q_A,
+    ROUTER,
+    Matrix,
+)
 from ropewalk.kernels.team import available_threads, thread_limits
 from ropewalk.model.config import ModelConfig
 
@@ -208,15 +219,39 @@ def work_of(case: Case, config: ModelConfig, weights: PackedWeights, page_bytes:
     for start in range(0, case.tokens, MAX_TOKENS):
         first = middle + start
         last = first + min(MAX_TOKENS, case.tokens - start) - 1
-        weight_bytes += sizes[:in_layers].sum() + vectors
-        n_macs += macs[:in_layers].sum() * (last - first + 1) * case.batch
+        n_tokens = (last - first + 1) * case.batch
+        weight_bytes += (
+            sizes[:in_layers].sum() + vectors + _beside(config, sizes, _experts_met(config, n_tokens))
+        )
+        n_macs += (macs[:in_layers].sum() + _beside(config, macs, _experts_met(config, 1))) * n_tokens
         for window in config.layer_window:
             begin = max(0, first - window + 1) if window else 0
             cache_bytes += (last + 1 - begin) * token_bytes * case.batch
             n_macs += head_macs * _seen(first, last, window) * case.batch
-    weight_bytes += sizes[in_layers:].sum()
-    n_macs += macs[in_layers:].sum() * case.batch
+    weight_bytes += sizes[in_layers]
+    n_macs += macs[in_layers] * case.batch
     return Work(int(weight_bytes), round(cache_bytes), int(n_macs))
+
+
+def _experts_met(config: ModelConfig, n_tokens: int) -> float:
+    """Experts of a layer that some of the tokens go through, if they choose evenly and independently."""
+    if config.experts is None:
+        return 0.0
+    n, used = config.experts.n_experts, config.experts.n_used
+    return n * (1 - (1 - used / n) ** n_tokens)
+
+
+def _beside(config: ModelConfig, per_matrix: NDArray[np.int64], n_experts: float) -> int:
+    """What the matrices after the output matrix add: routers, `n_experts` of each layer, those of latent attention."""
+    rows = per_matrix[MATRICES_PER_LAYER * config.n_layers + 1 :]
+    n_latent = LATENT_MATRICES_PER_LAYER * config.n_layers if config.latent else 0
+    experts, latent = np.split(rows, [len(rows) - n_latent])
+    experts = experts.reshape(-1, EXPERT_MATRICES_PER_LAYER)
+    total = experts[:, ROUTER].sum() + n_experts * experts[:, GATE_EXPS:].sum()
+    if config.latent:
+        per_layer = latent.reshape(-1, LATENT_MATRICES_PER_LAYER)
+        total += per_layer[:, Q_A].sum() + config.n_heads * per_layer[:, K_B:].sum()
+    return round(float(total))
 
 
 def _seen(first: int, last: int, window: int) -> int:
