@@ -134,6 +134,8 @@ class _Engines(Collector):
             "generation_tokens": ("Tokens drawn.", "generated_tokens"),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
             "prefix_cache_hits": ("Prompt tokens found there.", "cached_tokens"),
+            "spec_decode_num_draft_tokens": ("Guesses of a drafter that were checked.", "drafted_tokens"),
+            "spec_decode_num_accepted_tokens": ("Guesses that were right.", "accepted_tokens"),
         }
         for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, attribute) in metrics.items():
