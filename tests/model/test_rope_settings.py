@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from ropewalk.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from ropewalk.model.config import RopeConfig, _Keys
+from ropewalk.model.config import RopeConfig
 from ropewalk.model.families import FAMILIES
+from ropewalk.model.keys import Keys
 from ropewalk.model.reference import Reference
 from ropewalk.model.rope import DynamicNTK, Linear, Llama3, LongRope, NTKAware, YaRN
 from ropewalk.model.rope_settings import override_rope, read_scaling
@@ -48,9 +49,9 @@ def test_a_family_says_whether_the_ramp_ends_at_whole_pairs_unless_the_file_does
     """gpt-oss's does not (its configuration has truncate = false), and GGUF has no key for it."""
     assert [name for name, family in FAMILIES.items() if not family.yarn_truncate] == ["gpt-oss"]
     values = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
-    assert read_scaling(_Keys(values, "llama"), 128, False, truncate=False).truncate is False
+    assert read_scaling(Keys(values, "llama"), 128, False, truncate=False).truncate is False
     stated = values | {"llama.rope.scaling.yarn_truncate": True}
-    assert read_scaling(_Keys(stated, "llama"), 128, False, truncate=False).truncate is True
+    assert read_scaling(Keys(stated, "llama"), 128, False, truncate=False).truncate is True
 
 
 def test_dynamic_ntk_within_its_trained_context_is_no_scaling(tiny):

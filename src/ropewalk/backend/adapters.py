@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.backend.weights import MatrixSource, layer_sources
+from ropewalk.backend.sources import MatrixSource, layer_sources
 from ropewalk.checkpoint.lora import LoraWeights
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.tables import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from ropewalk.backend.weights import matrices_of
+from ropewalk.backend.sources import matrices_of
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes, tile_tokens

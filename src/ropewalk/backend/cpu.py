@@ -25,7 +25,8 @@ from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.latent import LatentTable
 from ropewalk.backend.numerics import numerics_hash
-from ropewalk.backend.weights import INPUTS, PackedWeights, ffn_width, pack_model
+from ropewalk.backend.sources import ffn_width
+from ropewalk.backend.weights import INPUTS, PackedWeights, pack_model
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.fingerprint import fingerprint, stamp
 from ropewalk.checkpoint.lora import LoraWeights

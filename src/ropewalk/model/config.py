@@ -12,16 +12,14 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.families import (
     FAMILIES,
-    INERT_KEYS,
     MISSING_MATHEMATICS,
-    UNIMPLEMENTED_KEYS,
     UNIMPLEMENTED_TENSORS,
     Activation,
     Family,
@@ -30,6 +28,7 @@ from ropewalk.model.families import (
     Scoring,
     tensor_shapes,
 )
+from ropewalk.model.keys import Keys, show
 from ropewalk.model.rope_settings import read_scaling
 from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, LongRope, RopeScaling, YaRN, yarn_mscale
 
@@ -42,8 +41,6 @@ PRODUCT_BIASES = frozenset(
     ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
 ) | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
 NORM_BIASES = frozenset(("attn_norm", "attn_norm_2", "ffn_norm", "output_norm"))
-MAX_SIZE = 2**31 - 1
-"""Largest size, vocabulary or position: token ids and positions are int32 everywhere."""
 
 POOLINGS = (
     "",
@@ -237,7 +234,7 @@ class ModelConfig:
             For each key of the architecture, and each tensor, that is unknown and therefore not used.
         """
         family, architecture = _family_of(metadata.get("general.architecture"))
-        keys = _Keys(metadata, architecture)
+        keys = Keys(metadata, architecture)
         for key in family.needs:
             keys.number(key, low=0.0, high=1e6, open_low=True)
         latent = _read_latent(keys) if family.latent else None
@@ -319,7 +316,7 @@ class ModelConfig:
 
 
 def _read_sizes(
-    keys: _Keys,
+    keys: Keys,
     metadata: Mapping[str, object],
     tensors: Mapping[str, TensorInfo],
     latent: LatentConfig | None,
@@ -354,7 +351,7 @@ def _read_sizes(
     }
 
 
-def _read_latent(keys: _Keys) -> LatentConfig:
+def _read_latent(keys: Keys) -> LatentConfig:
     """The widths of latent attention, whose cache is that of one head for all."""
     width = keys.integer("rope.dimension_count", low=2, high=2**16)
     rank = keys.integer("attention.kv_lora_rank", high=2**16)
@@ -390,7 +387,7 @@ def _yarn_score_scale(rope: RopeConfig) -> float:
     return 1.0
 
 
-def _read_vocab_size(keys: _Keys, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> int:
+def _read_vocab_size(keys: Keys, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> int:
     """The rows of the embedding; the tokenizer's list and the optional key must agree with it."""
     if "token_embd.weight" not in tensors:
         raise CheckpointError("tensor token_embd.weight is missing")
@@ -414,7 +411,7 @@ def _family_of(architecture: object) -> tuple[Family, str]:
     """The row of an architecture; raises UnsupportedModelError with what there is."""
     if isinstance(architecture, str) and architecture in FAMILIES:
         return FAMILIES[architecture], architecture
-    message = f"general.architecture = {_show(architecture)} is not supported"
+    message = f"general.architecture = {show(architecture)} is not supported"
     if missing := MISSING_MATHEMATICS.get(str(architecture)):
         message += f": it needs {missing}, which is not implemented"
     elif near := difflib.get_close_matches(str(architecture)[:80], FAMILIES, 1):
@@ -422,13 +419,13 @@ def _family_of(architecture: object) -> tuple[Family, str]:
     raise UnsupportedModelError(f"{message}; supported are {', '.join(FAMILIES)}")
 
 
-def _read_windows(keys: _Keys, family: Family, n_layers: int) -> tuple[int, ...]:
+def _read_windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 where there is none."""
     window = keys.integer("attention.sliding_window", 0, low=0)
     return tuple(window if local else 0 for local in _local_layers(keys, family, n_layers))
 
 
-def _local_layers(keys: _Keys, family: Family, n_layers: int) -> tuple[bool, ...]:
+def _local_layers(keys: Keys, family: Family, n_layers: int) -> tuple[bool, ...]:
     """Which layers attend through the window, whether or not there is one."""
     pattern = keys.value("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
@@ -452,7 +449,7 @@ def _layer_rope(
 
 
 def _read_experts(
-    keys: _Keys, family: Family, tensors: Mapping[str, TensorInfo], n_layers: int, ffn_size: int
+    keys: Keys, family: Family, tensors: Mapping[str, TensorInfo], n_layers: int, ffn_size: int
 ) -> tuple[ExpertConfig | None, tuple[bool, ...]]:
     """The mixture of experts, and which layers have it: those with a router."""
     rule = family.experts
@@ -509,7 +506,7 @@ def _qk_norm(family: Family, tensors: Mapping[str, TensorInfo]) -> QKNorm:
 
 
 def _read_rope(
-    keys: _Keys, family: Family, head_dim: int, has_windows: bool, tensors: Mapping[str, TensorInfo]
+    keys: Keys, family: Family, head_dim: int, has_windows: bool, tensors: Mapping[str, TensorInfo]
 ) -> tuple[RopeConfig, ...]:
     """Rotary settings: of the layers that see everything, then (if any) of those with a window."""
     if not family.rope_layout:
@@ -569,90 +566,3 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], n_unus
                 f"tensor {name} is not supported in architecture {config.architecture}"
             )
         warnings.warn(f"tensor {name} is unknown and not used", UserWarning, stacklevel=3)
-
-
-def _show(value: object) -> str:
-    """A value of the file for an error message: short, whatever the file holds."""
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} array of {value.size}, {value[:4].tolist()} …"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
-
-
-class _Keys:
-    """The metadata of one architecture: typed and bounded reads, and a memory of what was read."""
-
-    def __init__(self, metadata: Mapping[str, object], architecture: str) -> None:
-        self.prefix = architecture + "."
-        self._values = {
-            key.removeprefix(self.prefix): value
-            for key, value in metadata.items()
-            if key.startswith(self.prefix)
-        }
-        self._read: set[str] = set()
-
-    def has(self, key: str) -> bool:
-        return key in self._values
-
-    def value(self, key: str) -> object:
-        self._read.add(key)
-        return self._values.get(key)
-
-    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        value = self._scalar(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.refuse(key, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(
-        self, key: str, default: float | None = None, *, low: float, high: float, open_low: bool = False
-    ) -> float:
-        value = self._scalar(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (open_low and value == low):
-            self.refuse(key, value, f"a number {'above' if open_low else 'from'} {low:g} up to {high:g}")
-        return float(value)
-
-    def scale(self, key: str, default: float) -> float:
-        """A positive factor; 0 or absent: the default."""
-        return self.number(key, default, low=0.0, high=1e6) or default
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.value(key)
-        if value is not None and not isinstance(value, bool):
-            self.refuse(key, value, "true or false")
-        return default if value is None else value
-
-    def _scalar(self, key: str, default: float | None) -> float:
-        """One number; an array (one entry a layer) counts as one when its entries are all the same."""
-        value = self.value(key)
-        if value is None:
-            if default is None:
-                raise CheckpointError(f"metadata key {self.prefix}{key} is missing")
-            return default
-        if isinstance(value, np.ndarray) and value.ndim == 1 and value.size:
-            if (value != value[0]).any():
-                raise UnsupportedModelError(
-                    f"{self.prefix}{key} = {_show(value)} is not supported; "
-                    "all layers must have the same value"
-                )
-            value = value[0].item()
-        return value  # type: ignore[return-value]  # its type is checked by the callers
-
-    def refuse(self, key: str, value: object, allowed: str) -> NoReturn:
-        raise CheckpointError(f"{self.prefix}{key} = {_show(value)} is not allowed; it must be {allowed}")
-
-    def check_the_rest(self) -> None:
-        """Refuse features that are not implemented; warn of keys that nobody read."""
-        for key, value in self._values.items():
-            if key in UNIMPLEMENTED_KEYS and key not in self._read:
-                neutral = UNIMPLEMENTED_KEYS[key]
-                if isinstance(value, np.ndarray) or value not in neutral:
-                    allowed = " or ".join(map(repr, neutral)) or "absent"
-                    raise UnsupportedModelError(
-                        f"{self.prefix}{key} = {_show(value)} is not implemented; supported: {allowed}"
-                    )
-            elif key not in self._read and key not in INERT_KEYS:
-                if key.startswith("rope."):
-                    raise UnsupportedModelError(f"{self.prefix}{key} = {_show(value)} is not implemented")
-                warnings.warn(f"metadata key {self.prefix}{key} is unknown and not used", stacklevel=3)
