@@ -1,6 +1,6 @@
 """Ropewalk beside llama.cpp: one model file, one machine, one run that alternates the two.
 
-    python benchmarks/compare.py MODEL --peer-python /path/to/python [--json]
+    python benchmarks/compare.py MODEL --peer-python /path/to/python [--neighbour] [--json]
 
 MODEL is anything `ropewalk run` takes; the other Python is one that has llama-cpp-python installed. Each
 engine lives in a process of its own for the whole run, and each round asks one, then the other, for the same
@@ -11,7 +11,7 @@ round has a prompt of its own, so that no engine can answer from what it kept of
 What is printed: medians over the rounds; the ratio, as the median of each round's ratio; the bytes that one
 decode step has to read (weights, and keys and values at the mean context); and the share of the machine's
 read bandwidth, measured between the rounds of the same run. Use a quiet machine: what other processes take is
-measured too, and told.
+measured too, and told. With --neighbour a process of the benchmark itself spins on the last of the CPUs all the time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +119,19 @@ def run_rounds(own: Worker, peer: Worker, prompts: list[list[int]], n_steps: int
                 rounds[engine].append(answer)
         print(f"round {number} of {len(prompts) - 1}" + ("" if number else " (warm-up)"), file=sys.stderr)
     return {"rounds": rounds, "bandwidth": bandwidth, "busy": max(busy)}
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that spins on the last CPU that this one may use."""
+    last = max(os.sched_getaffinity(0))
+    code = f"import os\nos.sched_setaffinity(0, {{{last}}})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def share_of_cpu_in_use(seconds: float = 0.5) -> float:
@@ -231,6 +246,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count, after one that does not")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--decode", type=int, default=128, help="tokens to decode")
+    parser.add_argument("--neighbour", action="store_true", help="keep one CPU busy with something else")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every round")
     options = parser.parse_args()
 
@@ -245,7 +261,8 @@ def main() -> None:
     peer = Worker(options.peer_python, "worker_llama_cpp.py", path, n_threads, n_ctx)
     ids = own.ask(encode=TEXT.read_text())["ids"]
     prompts = different_prompts(ids, options.prefill, options.repeats + 1)
-    measured = run_rounds(own, peer, prompts, options.decode)
+    with neighbour() if options.neighbour else nullcontext():
+        measured = run_rounds(own, peer, prompts, options.decode)
     own.close()
     peer.close()
 
@@ -256,6 +273,7 @@ def main() -> None:
         "repeats": options.repeats,
         "prefill_tokens": options.prefill,
         "decode_tokens": options.decode,
+        "neighbour": options.neighbour,
         "cpu": f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs",
         "versions": [own.hello["version"], peer.hello["version"]],
         "kernels": own.hello["system"],

@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py MODEL --peer-python /path/to/python [--rounds 3] [--json]
 
-64 requests with prompts of 16 to 512 tokens and outputs of 16 to 128, greedy, without end tokens. Each round asks all
+64 requests with prompts of 16 to 512 tokens and outputs of 16 to 128 unless told otherwise, greedy, without end tokens. Each round asks all
 engines for the same requests, one engine after another, and has requests of its own. A short first round is not
 counted: in it llama.cpp works with flash attention off and on, and goes on with what was quicker. Then it works in two
 ways, with many sequences in a batch (see `worker_llama_cpp_batch.py`) and one after another, and the better median of
@@ -27,11 +27,13 @@ PROMPT, OUTPUT = (16, 512), (16, 128)
 Request = tuple[list[int], int]
 
 
-def make_requests(words: list[int], rounds: list[int]) -> list[list[Request]]:
+def make_requests(
+    words: list[int], rounds: list[int], prompt: tuple[int, int] = PROMPT, output: tuple[int, int] = OUTPUT
+) -> list[list[Request]]:
     """Requests for each round. No two prompts begin at the same place of the text: a prefix cache finds none."""
     chosen = random.Random(1)
-    starts = chosen.sample(range(len(words) - PROMPT[1]), sum(rounds))
-    requests = [(words[start : start + chosen.randint(*PROMPT)], chosen.randint(*OUTPUT)) for start in starts]
+    starts = chosen.sample(range(len(words) - prompt[1]), sum(rounds))
+    requests = [(words[start : start + chosen.randint(*prompt)], chosen.randint(*output)) for start in starts]
     return [[requests.pop() for _ in range(count)] for count in rounds]
 
 
@@ -82,6 +84,10 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=8, help="requests of the round that does not count")
+    parser.add_argument(
+        "--prompt", type=int, nargs=2, default=PROMPT, help="fewest and most tokens of a prompt"
+    )
+    parser.add_argument("--output", type=int, nargs=2, default=OUTPUT, help="and of an output")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-batch", type=int, nargs="+", default=[16, 64], help="of Ropewalk")
     parser.add_argument("--slots", type=int, default=16, help="sequences in llama.cpp's batch")
@@ -92,7 +98,7 @@ def main() -> None:
     from ropewalk.kernels.team import available_threads
 
     path, n_threads = resolve(options.model), available_threads()
-    context = PROMPT[1] + OUTPUT[1]
+    context = options.prompt[1] + options.output[1]
     llms = {
         f"ropewalk, batch of {n}": LLM(path, context_length=context, kv_tokens=n * context, max_batch=n)
         for n in options.max_batch
@@ -101,7 +107,8 @@ def main() -> None:
     if options.peer_python:
         peer = Worker(options.peer_python, "worker_llama_cpp_batch.py", path, n_threads, context)
     words = next(iter(llms.values())).encode(TEXT.read_text())
-    rounds = make_requests(words, [options.warm_up, *[options.requests] * options.rounds])
+    counts = [options.warm_up, *[options.requests] * options.rounds]
+    rounds = make_requests(words, counts, options.prompt, options.output)
     ways: dict[str, dict] = {
         f"flash attention {name}": {"n_slots": options.slots, "flash": name == "on"} for name in ("off", "on")
     }
