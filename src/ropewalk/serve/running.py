@@ -47,7 +47,8 @@ class Running:
         """End all of them with an error, because the server stops."""
         self.closing = True
         for limit in self._limits:
-            limit.reschedule(asyncio.get_running_loop().time())
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def check(self, task: Task) -> None:
         """Hold a task to the server's limits; raises ApiError."""
