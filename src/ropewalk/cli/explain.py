@@ -128,21 +128,24 @@ def show(story: Story, llm: LLM, machine: Machine) -> None:
 
 
 def table(headings: Sequence[str], rows: Rows, left: Sequence[str]) -> None:
-    """A table on a terminal, aligned columns elsewhere; columns other than `left` are aligned right."""
+    """A table on a terminal that is wide enough, aligned columns elsewhere; columns but `left` are aligned right."""
+    plain = columns([headings, *rows], right=[i for i, h in enumerate(headings) if h not in left])
     if sys.stdout.isatty():
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for heading in headings:
-            drawn.add_column(Text(heading), justify="left" if heading in left else "right", no_wrap=True)
-        for row in rows:
-            drawn.add_row(*map(Text, row))
-        Console().print(drawn)
-    else:
-        say(columns([headings, *rows], right=[i for i, h in enumerate(headings) if h not in left]))
+        console = Console()
+        if max(map(len, plain.splitlines())) <= console.width:
+            drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+            for heading in headings:
+                drawn.add_column(Text(heading), justify="left" if heading in left else "right", no_wrap=True)
+            for row in rows:
+                drawn.add_row(*map(Text, row))
+            console.print(drawn)
+            return
+    say(plain)
 
 
 def facts(story: Story, machine: Machine) -> dict[str, str]:
@@ -289,7 +292,7 @@ def sums_of(story: Story) -> list[str]:
     if decode:
         sizes = [step.read_bytes for step in decode]
         lines.append(
-            f"decode read {sum(sizes):,} bytes: {len(sizes)} steps of {min(sizes):,} to {max(sizes):,}"
+            f"decode read {sum(sizes):,} bytes: {counted(len(sizes), 'step')} of {min(sizes):,} to {max(sizes):,}"
         )
     last = trace.steps[-1]
     used = last.first_position + last.n_tokens
