@@ -2,12 +2,12 @@
 
     python benchmarks/throughput.py MODEL --peer-python /path/to/python [--rounds 3] [--json]
 
-64 requests with prompts of 16 to 512 tokens and outputs of 16 to 128 unless told otherwise, greedy, without end tokens. Each round asks all
-engines for the same requests, one engine after another, and has requests of its own. A short first round is not
-counted: in it llama.cpp works with flash attention off and on, and goes on with what was quicker. Then it works in two
-ways, with many sequences in a batch (see `worker_llama_cpp_batch.py`) and one after another, and the better median of
-the two is what Ropewalk is compared with. Fails if a token of Ropewalk's differs between the batch and the request
-alone. Use a quiet machine.
+64 requests with prompts of 16 to 512 tokens and outputs of 16 to 128, unless told otherwise, greedy, without end
+tokens. Each round asks all engines for the same requests, one engine after another, and has requests of its own. A
+short first round is not counted: in it llama.cpp works with flash attention off and on, and goes on with what was
+quicker. Then it works in two ways, with many sequences in a batch (see `worker_llama_cpp_batch.py`) and one after
+another, and the better median of the two is what Ropewalk is compared with. Fails if a token of Ropewalk's differs
+between the batch and the request alone. Use a quiet machine.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ class LLM:
         from ropewalk.backend.cpu import CpuBackend
         from ropewalk.checkpoint.base import open_checkpoint
         from ropewalk.checkpoint.hub import resolve
+        from ropewalk.kernels.team import warn_of_too_many
         from ropewalk.model.config import ModelConfig
         from ropewalk.model.rope_settings import override_rope
         from ropewalk.text.chat import ChatTemplate
@@ -158,6 +159,7 @@ class LLM:
             template = ChatTemplate.from_metadata(checkpoint.metadata)
             if n_threads is not None:
                 check_count("n_threads", n_threads)
+                warn_of_too_many(n_threads)
             check_context(context_length, config.context_length)  # packing takes a while: refuse before it
             check_draft(draft, draft_tokens, kv_cache=kv_cache)
             if draft is not None:

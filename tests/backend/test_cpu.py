@@ -246,3 +246,10 @@ def test_a_page_has_the_bytes_that_were_said_before(backend, dtype):
 def test_an_unknown_cache_type_is_refused(backend):
     with pytest.raises(InvalidParameterError, match="float16"):
         backend.new_cache(1, "float8")
+
+
+def test_k1_the_log_names_the_level_that_was_chosen(checkpoint, config, caplog):
+    with caplog.at_level("INFO", logger="ropewalk"):
+        CpuBackend(checkpoint, config, n_threads=2).close()
+    rung = cpu_module.choose_rung()
+    assert f"kernels for {rung.name} ({rung.reason}), threads: 2" in caplog.messages

@@ -148,3 +148,10 @@ def test_a_crowded_team_shrinks_and_tries_again(monkeypatch):
     for _ in range(10):
         crowding.note(2, 0, 100)  # the neighbour has gone
     assert crowding.team_size() == 2
+
+
+def test_more_threads_than_cpus_are_warned_of(monkeypatch):
+    monkeypatch.setattr(team, "thread_limits", lambda: {"affinity": 4})
+    team.warn_of_too_many(4)
+    with pytest.warns(UserWarning, match="n_threads is 5, and this process may use 4 CPUs: it will be slow"):
+        team.warn_of_too_many(5)

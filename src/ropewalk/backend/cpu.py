@@ -6,6 +6,7 @@ Knows how pages and weights are laid out (`kernels.formats`, `kernels.attention`
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import mmap
 import threading
@@ -46,6 +47,7 @@ from ropewalk.kernels.attention import (
 )
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
+from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.latent import latent_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
@@ -57,6 +59,7 @@ from ropewalk.kernels.team import Team, available_threads
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import output_norm
 
+log = logging.getLogger(__name__)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU, "relu2": RELU2, "swiglu_oai": SWIGLU_OAI}
 OUTPUT_VECTORS = {
     Job.OUTPUT_NORM: "output_norm.weight",
@@ -186,6 +189,8 @@ class CpuBackend:
         _check_widths(config)
         self.config = config
         self.n_threads = n_threads or available_threads()
+        rung = choose_rung()
+        log.info("kernels for %s (%s), threads: %d", rung.name, rung.reason, self.n_threads)
         self._checkpoint = checkpoint
         self._stamp = stamp(checkpoint.paths)
         self._embedding = checkpoint.raw("token_embd.weight")

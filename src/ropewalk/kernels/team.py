@@ -9,6 +9,7 @@ import atexit
 import os
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def available_threads(
 ) -> int:
     """Threads that this process may really run at once, at least 1: the least of `thread_limits`."""
     return max(1, min(thread_limits(cgroup, self_cgroup).values()))
+
+
+def warn_of_too_many(n_threads: int) -> None:
+    """Warn if there are more threads than CPUs: each step waits for the last of them."""
+    n_cpus = thread_limits()["affinity"]
+    if n_threads > n_cpus:
+        warnings.warn(
+            f"n_threads is {n_threads}, and this process may use {n_cpus} CPUs: it will be slow", stacklevel=3
+        )
 
 
 def thread_limits(
