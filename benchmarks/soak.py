@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -137,13 +139,16 @@ class Soak:
 
 
 def resident_bytes() -> int:
+    """Memory of this process, without what the C library keeps for later."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's has no such call
+        ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def soak(
     engine: AsyncEngine, n_requests: int, n_at_once: int, n_tokens: int
 ) -> tuple[list[tuple], Soak]:
-    """Run the requests; return a row (requests, seconds, tokens drawn, MB, threads, open files) for each moment."""
+    """Run the requests; return a row for each moment."""
     work = Soak(engine, n_tokens)
     start, rows = time.monotonic(), []
     room = asyncio.Semaphore(n_at_once)
@@ -158,9 +163,9 @@ async def soak(
         await work.settle()
         drawn = engine.llm.statistics().generated_tokens
         files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-        rows.append(
-            (last, time.monotonic() - start, drawn, resident_bytes() / 1e6, threading.active_count(), files)
-        )
+        kept = engine.llm.statistics().pages_cached
+        seconds = time.monotonic() - start
+        rows.append((last, seconds, drawn, resident_bytes() / 1e6, kept, threading.active_count(), files))
         print("{} requests, {:.0f} s, {} tokens, {:.1f} MB".format(*rows[-1][:4]), file=sys.stderr)
     return rows, work
 
@@ -184,10 +189,12 @@ def main() -> None:
         rows, work = asyncio.run(run())
         statistics = llm.statistics()
     print(
-        "| requests | seconds | tokens drawn | resident MB | threads | open files |\n|---|---|---|---|---|---|"
+        "| requests | seconds | tokens drawn | resident MB | pages kept | threads | open files |\n"
+        + "|---" * 7
+        + "|"
     )
     for row in rows:
-        print("| {:,} | {:.0f} | {:,} | {:.1f} | {} | {} |".format(*row))
+        print("| {:,} | {:.0f} | {:,} | {:.1f} | {} | {} | {} |".format(*row))
     print(
         f"\n{dict(work.ended)}; {statistics.preemptions} preemptions; {statistics.hit_rate:.0%} of the prompts' tokens "
         f"from the prefix cache; time to first token {statistics.time_to_first_token_s:.3f} s, per later token "
