@@ -11,7 +11,7 @@ def main() -> None:
     """Run the command line and leave the process with its exit status.
 
     Status 0: done. 1: a `RopewalkError`, told in one line on stderr, or the reader of our output went away.
-    2: wrong usage. 130: Ctrl-C.
+    2: wrong usage. 3: `ropewalk batch` has answered everything, and some of the answers are errors. 130: Ctrl-C.
     """
     from ropewalk.cli.app import build
 
