@@ -21,7 +21,7 @@ A model is named by its file's `general.architecture`. There is one decoder; an 
 
 Each row has a tiny random model whose logits were computed by transformers (`tests/data/families/`). The float32
 reference agrees with them to 5e-6 of the largest logit, in prefill and in decode; the CPU kernels agree with the
-reference to 0.1 % (standard deviation) with float32 weights, where only the cache rounds.
+reference to 0.2 % (standard deviation) with float32 weights, where only the cache rounds.
 
 | `general.architecture` | models | positions | norms | feed-forward network | besides |
 |---|---|---|---|---|---|
