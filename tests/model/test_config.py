@@ -171,6 +171,7 @@ def test_absurd_value_is_refused_by_its_key(tiny, key, value):
         ("rope.dimension_sections", np.array([16, 24, 24, 0])),
         ("attention.causal", False),
         ("attention.clamp_kqv", 8.0),
+        ("use_parallel_residual", True),
         ("attention.value_length", 4),
         ("feed_forward_length", np.array([40, 40, 40, 20, 40, 40, 40])),
     ],

@@ -245,8 +245,10 @@ class ModelConfig:
         rope = _read_rope(keys, family, head_dim, any(windows), tensors)
         attn_norm, ffn_norm = (_first_norm(names, tensors) for names in (family.attn_norm, family.ffn_norm))
         parallel = family.parallel == "always" or (attn_norm == ffn_norm != "")
-        stated = keys.boolean("use_parallel_residual", parallel or family.parallel == "key")
-        parallel = stated if family.parallel == "key" else parallel
+        if family.parallel == "key":
+            parallel = keys.boolean("use_parallel_residual", True)
+        elif len(family.ffn_norm) > 1:
+            keys.value("use_parallel_residual")  # converters write it whether or not it is so: the norm tells
         name = metadata.get("general.name")
         wide = n_layers in family.wide_scale_layers
         scale_width = sizes["hidden_size"] / sizes["n_heads"] if wide else head_dim
