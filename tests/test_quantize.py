@@ -16,6 +16,7 @@ from ropewalk.checkpoint.mixes import MIXES, Place, format_for, mix_named, place
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.checkpoint.writer import NewTensor, write_gguf
 from ropewalk.cli.app import build
+from ropewalk.encoder import encode_rows
 from ropewalk.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, PromptError
 from ropewalk.imatrix import Sums, collect, read_imatrix, split_windows, write_imatrix
 from ropewalk.model.config import ModelConfig
@@ -137,6 +138,20 @@ def test_every_mix_makes_a_file_that_runs(tmp_path, small, mix):
             error = np.sqrt(((found - array) ** 2).mean() / (array**2).mean())
             assert error < {16: 2.0**-8, 32: 2.0**-30}.get(bits, 2.0 ** (2.0 - bits))
         ModelConfig.from_gguf(made.metadata, made.tensors)
+
+
+def test_experts_are_quantized_one_after_the_other(tmp_path):
+    rng = np.random.default_rng(2)
+    experts = (rng.standard_normal((3, 8, 64)) * 0.1).astype(np.float32)
+    name, importance = "blk.0.ffn_up_exps.weight", rng.random((3, 64)).astype(np.float32)
+    tensor = NewTensor(name, experts.shape, FORMATS["F32"])
+    write_gguf(tmp_path / "a.gguf", {"general.architecture": "x"}, [tensor], [[experts.view(np.uint8)]])
+    with open_gguf(tmp_path / "a.gguf") as model:
+        quantize_model(model, tmp_path / "b.gguf", MIXES["Q4_0"], importance={name: importance})
+    found = open_gguf(tmp_path / "b.gguf").raw(name)
+    for i in range(3):
+        assert np.array_equal(found[i], encode_rows(experts[i], FORMATS["Q4_0"], importance[i]))
+    assert not np.array_equal(found[0], encode_rows(experts[0], FORMATS["Q4_0"]))
 
 
 def test_threads_do_not_show(tmp_path, small):

@@ -9,6 +9,7 @@ import pytest
 
 from ropewalk.checkpoint.assemble import rope_rows
 from ropewalk.checkpoint.base import open_checkpoint
+from ropewalk.checkpoint.writer import NewTensor, write_gguf
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
@@ -230,3 +231,17 @@ def test_a_folder_with_one_gguf_model_is_that_model(tmp_path, craft):
     (tmp_path / "n.gguf").write_bytes(craft.every_kind())
     with pytest.raises(CheckpointError, match=r"several GGUF models.*m\.gguf, n\.gguf"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "gpt_oss", "gemma3", "phi3, longrope", "llama, llama3 scaling"]
+)
+def test_a_folder_written_as_gguf_is_the_same_model(tmp_path, folders, family):
+    """Metadata, experts, sinks, windows and rotary factors go through a file of float32."""
+    path = folders.write(tmp_path / "m", folders.parts(family))
+    ids = FAMILIES[family]["ids"]
+    with open_checkpoint(path) as checkpoint:
+        tensors = [NewTensor(i.name, i.shape, i.format) for i in checkpoint.tensors.values()]
+        data = ([checkpoint.raw(name)] for name in checkpoint.tensors)
+        write_gguf(tmp_path / "m.gguf", checkpoint.metadata, tensors, data)
+    assert np.array_equal(reference(tmp_path / "m.gguf").logits(ids), reference(path).logits(ids))
