@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PATIENCE_S = 60.0  # after the time is up, for the requests under way
 EMPTY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 TOPICS = ["ropes", "rivers", "whales", "bread", "the moon", "clocks", "bees", "salt"]
 
@@ -126,7 +127,7 @@ async def load(port: int, pid: int, n_clients: int, seconds: float) -> Tally:
     while time.perf_counter() < start + seconds:
         tally.memory.append((time.perf_counter() - start, resident_kb(pid)))
         await asyncio.sleep(2)
-    done, late = await asyncio.wait(clients, timeout=600)
+    done, late = await asyncio.wait(clients, timeout=PATIENCE_S)
     for task in late:
         task.cancel()
     tally.outcomes["still waiting at the end"] += len(late)
