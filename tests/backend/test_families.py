@@ -8,6 +8,7 @@ from ropewalk.backend.base import StepBatch, StepRecord
 from ropewalk.backend.cpu import CpuBackend
 from ropewalk.checkpoint.header import TensorInfo
 from ropewalk.checkpoint.quants import FORMATS, dequantize
+from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import PACKED
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
@@ -160,3 +161,16 @@ def test_latent_attention_keeps_one_vector_a_token(family_model, start):
     of_q = rows * panel(64) + (4 * panel(64) if backend.config.latent.q_rank else 0)
     per_head = 4 * (4 * panel(32))  # K_B: 64 rows of 32 columns
     assert record.weight_bytes["qkv"] == backend.config.n_layers * (of_q + 5 * panel(64) + per_head)
+
+
+@pytest.mark.parametrize(
+    ("family_model", "place"),
+    [("deepseek2", "in latent attention"), ("olmo2", "before a norm over all heads")],
+    indirect=["family_model"],
+)
+def test_biases_where_the_kernels_have_no_place_for_them_are_refused(family_model, start, place):
+    for n in range(family_model.metadata[f"{family_model.metadata['general.architecture']}.block_count"]):
+        rows = len(family_model.tensors[f"blk.{n}.attn_q.weight"])
+        family_model.tensors[f"blk.{n}.attn_q.bias"] = np.zeros(rows, np.float32)
+    with pytest.raises(UnsupportedModelError, match=place):
+        start(Stored(family_model, "F32"))

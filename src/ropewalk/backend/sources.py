@@ -174,8 +174,9 @@ def matrices_of(checkpoint: Checkpoint, config: ModelConfig) -> list[tuple[Tenso
     UnsupportedModelError
         A matrix has a type that no kernel multiplies, or the model needs something else that no kernel has.
     """
-    if config.qk_norm == "row" and config.qkv_bias:
-        raise UnsupportedModelError("biases of q, k and v before a norm over all heads are not implemented")
+    if config.qkv_bias and (config.qk_norm == "row" or config.latent):
+        place = "in latent attention" if config.latent else "before a norm over all heads"
+        raise UnsupportedModelError(f"biases of q, k and v {place} are not implemented")
     found: list[tuple[TensorInfo, MatrixSource] | None] = []
     for source in matrix_sources(config):
         if source is None:
