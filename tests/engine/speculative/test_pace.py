@@ -188,12 +188,12 @@ class TestContinuing:
         pace = a_pace()
         for _ in range(200):
             pace.observe(a_draft(3), [True])
-        assert self.rounds(pace, a_draft(), n_behind=500) == 3  # 1 s, and some 3 s to be saved
-        assert self.rounds(pace, a_draft(), n_behind=1000) == 0
-        assert self.rounds(pace, a_draft(request=a_request(n_output=200)), n_behind=500) == 0
+        assert self.rounds(pace, a_draft(), n_behind=400) == 3  # 0.8 s, and nearly 3 s to be saved
+        assert self.rounds(pace, a_draft(), n_behind=600) == 0
+        assert self.rounds(pace, a_draft(request=a_request(n_output=200)), n_behind=400) == 0
 
     def test_it_tries_again_after_a_pause_that_grows(self):
-        """What does not pay is tried with one guess in 8 steps in a row, after 64, 256 ... steps without."""
+        """What does not pay is tried with one guess in 12 steps in a row, after 64, 256 ... steps without."""
         pace, request = a_pace(), a_request(max_tokens=5000)
         for _ in range(100):
             pace.observe(a_draft(3, request=request), [False])
@@ -206,7 +206,7 @@ class TestContinuing:
                 assert pace.cut([draft], step) == [1]
                 pace.observe(draft, [False])
                 tried.append(number)
-        assert tried == [*range(64, 72), *range(321, 329)]
+        assert tried == [*range(64, 76), *range(321, 333)]
 
     def test_a_try_that_succeeds_turns_drafting_on(self):
         pace, request = a_pace(), a_request(max_tokens=5000)
