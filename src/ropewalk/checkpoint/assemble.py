@@ -91,6 +91,37 @@ class TakeLast:
 
 
 @dataclass(frozen=True)
+class HeadPart:
+    """Of a matrix with the rows of all heads, rows `first` to `last` of each: [heads, rows, columns].
+
+    `turned` exchanges the last two axes.
+    """
+
+    n_heads: int
+    head_rows: int
+    first: int
+    last: int
+    turned: bool
+
+    def shape(self, source: Source, shape: Shape) -> Shape:
+        if (
+            len(shape) != 2
+            or shape[0] != self.n_heads * self.head_rows
+            or (self.turned and not source.is_plain)
+        ):
+            raise CheckpointError(
+                f"tensor {source.name} has shape {list(shape)} and type {source.format.name}; its configuration asks "
+                f"for {self.n_heads * self.head_rows} rows{' of plain numbers' if self.turned else ''}"
+            )
+        part = (self.last - self.first, shape[1])
+        return (self.n_heads, *(part[::-1] if self.turned else part))
+
+    def apply(self, array: Array, matrix: bool) -> Array:
+        part: Array = array.reshape(self.n_heads, self.head_rows, -1)[:, self.first : self.last]
+        return np.ascontiguousarray(part.swapaxes(1, 2) if self.turned else part)
+
+
+@dataclass(frozen=True)
 class Transpose:
     """The last two axes exchanged: some families store matrices as [inputs, outputs]."""
 

@@ -132,6 +132,40 @@ def _sigmoid_experts(config: Config) -> Keys:
     return keys
 
 
+def _deepseek(config: Config) -> Keys:
+    """Latent attention, whose cache is that of one head for all; and its experts, chosen in groups or not."""
+    config.demand("topk_method", "greedy", "noaux_tc")
+    config.demand("scoring_func", "softmax", "sigmoid")
+    config.demand("attention_bias", False)
+    config.demand("moe_layer_freq", 1)
+    rank, rope, value = (config.integer(k) for k in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    keys = _experts(config) | {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rope,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.integer("qk_nope_head_dim") + rope,
+        "attention.value_length_mla": value,
+        "expert_shared_count": config.integer("n_shared_experts", default=0),
+        "leading_dense_block_count": config.integer("first_k_dense_replace", default=0),
+        "expert_gating_func": 2 if _is_sigmoid(config) else 1,
+    }
+    if config.first("q_lora_rank"):
+        keys["attention.q_lora_rank"] = config.integer("q_lora_rank")
+    if _is_sigmoid(config) and config.integer("n_group", default=1) > 1:
+        keys["expert_group_count"] = config.integer("n_group")
+        keys["expert_group_used_count"] = config.integer("topk_group")
+    if (scale := config.number("routed_scaling_factor")) is not None:
+        keys["expert_weights_scale"] = scale
+    return keys
+
+
+def _is_sigmoid(config: Config) -> bool:
+    """DeepSeek V3 scores its experts so; its configuration need not say it."""
+    said = config.first("scoring_func")
+    return said == "sigmoid" if said else config.values.get("model_type") == "deepseek_v3"
+
+
 def _scores(config: Config) -> Keys:
     """Gemma's soft caps, and its scale of q·k."""
     keys: Keys = {}
@@ -243,6 +277,8 @@ FAMILIES: Mapping[str, HFFamily] = {
     "seed_oss": HFFamily("seed_oss", "seed_oss"),
     "dots1": HFFamily("dots1", "dots1", extra=_sigmoid_experts),
     "glm4_moe": HFFamily("glm4moe", "glm4_moe", extra=_sigmoid_experts, rope_part=0.5),
+    "deepseek_v2": HFFamily("deepseek2", "deepseek2", extra=_deepseek),
+    "deepseek_v3": HFFamily("deepseek2", "deepseek2", extra=_deepseek),
     "gpt_oss": HFFamily("gpt-oss", "gpt_oss", window_period=2, extra=_experts),
 }
 """Every `model_type` that is read."""
@@ -307,7 +343,8 @@ def _sizes(config: Config, family: HFFamily) -> tuple[Sizes, Keys]:
     hidden = config.integer("hidden_size", "n_embd")
     n_heads = config.integer("num_attention_heads", "n_head")
     n_kv_heads = _kv_heads(config, n_heads)
-    head_dim = config.integer("head_dim", default=hidden // max(n_heads, 1))
+    latent = config.integer("qk_rope_head_dim", default=0)
+    head_dim = latent or config.integer("head_dim", default=hidden // max(n_heads, 1))
     if not n_heads or not n_kv_heads or n_heads % n_kv_heads or not head_dim:
         raise CheckpointError(
             f"{config.label}: {n_heads} heads of width {head_dim} with {n_kv_heads} for keys and values cannot be"
@@ -330,7 +367,8 @@ def _sizes(config: Config, family: HFFamily) -> tuple[Sizes, Keys]:
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if family.table != "gpt2":
         keys["rope.dimension_count"] = width
-    return Sizes(n_heads, n_kv_heads, head_dim, width, expert_ffn), keys
+    parts = (config.integer("qk_nope_head_dim", default=0), config.integer("v_head_dim", default=0))
+    return Sizes(n_heads, n_kv_heads, head_dim, width, expert_ffn, *parts), keys
 
 
 def _kv_heads(config: Config, n_heads: int) -> int:
@@ -451,7 +489,14 @@ def _yarn(config: Config, parameters: Mapping[str, Any], sizes: Sizes, base: flo
     usual = 1 + 0.1 * stretch  # what YaRN multiplies cosines and sines with, unless something else is stated
     attention = _number(config, parameters, "attention_factor", None)
     over, under = (_number(config, parameters, key, None) for key in ("mscale", "mscale_all_dim"))
-    if attention is None and over and under:
+    if under and config.first("kv_lora_rank"):
+        # GGUF states a tenth of the weight, and readers put it into the scores of latent attention.
+        if attention is not None or over != under:
+            raise UnsupportedModelError(
+                f"{config.label}: mscale = {over} and mscale_all_dim = {under} must be equal"
+            )
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * under
+    elif attention is None and over and under:
         attention = (1 + 0.1 * over * stretch) / (1 + 0.1 * under * stretch)
     if attention is not None:
         keys["rope.scaling.attn_factor"] = attention / usual

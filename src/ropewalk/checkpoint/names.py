@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ropewalk.checkpoint.assemble import Array, Flat, PlusOne, Step, Take, TakeLast, Transpose, rope_rows
+from ropewalk.checkpoint.assemble import (
+    Array,
+    Flat,
+    HeadPart,
+    PlusOne,
+    Step,
+    Take,
+    TakeLast,
+    Transpose,
+    rope_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,9 @@ class Sizes:
     head_dim: int
     rope_width: int
     ffn_size: int = 0
+    key_rows: int = 0
+    value_rows: int = 0
+    """Of each head, in the matrix that latent attention makes keys and values with."""
 
     @property
     def q_rows(self) -> int:
@@ -96,6 +109,10 @@ STEPS: Mapping[str, Callable[[Sizes], Step]] = {
     "odd": _odd,
     "even_bias": lambda s: TakeLast(np.arange(0, 2 * s.ffn_size, 2), 2 * s.ffn_size),
     "odd_bias": lambda s: TakeLast(np.arange(1, 2 * s.ffn_size, 2), 2 * s.ffn_size),
+    "latent_keys": lambda s: HeadPart(s.n_heads, s.key_rows + s.value_rows, 0, s.key_rows, True),
+    "latent_values": lambda s: HeadPart(
+        s.n_heads, s.key_rows + s.value_rows, s.key_rows, s.key_rows + s.value_rows, False
+    ),
     "transpose": lambda s: Transpose(),
     "plus_one": lambda s: PlusOne(),
     "flat": lambda s: Flat(),
@@ -198,6 +215,17 @@ TABLES: Mapping[str, Table] = {
     "seed_oss": {**_QWEN2, **_LATE_NORM},
     "dots1": {**_QWEN2, **_EXPERTS, **_SHARED_EXPERTS, **_QK_NORM},
     "glm4_moe": {**_QWEN2, **_EXPERTS, **_SHARED_EXPERTS, **_QK_NORM, **_LATE_NORM},
+    "deepseek2": {
+        **_QWEN2,
+        **_EXPERTS,
+        **_SHARED_EXPERTS,
+        _LAYER + "self_attn.q_a_proj": "blk.{n}.attn_q_a",
+        _LAYER + "self_attn.q_a_layernorm": "blk.{n}.attn_q_a_norm",
+        _LAYER + "self_attn.q_b_proj": "blk.{n}.attn_q_b",
+        _LAYER + "self_attn.kv_a_proj_with_mqa": "blk.{n}.attn_kv_a_mqa",
+        _LAYER + "self_attn.kv_a_layernorm": "blk.{n}.attn_kv_a_norm",
+        _LAYER + "self_attn.kv_b_proj": ("blk.{n}.attn_k_b latent_keys", "blk.{n}.attn_v_b latent_values"),
+    },
     "olmo2": {**_QWEN2, **_POST_NORMS, **_QK_NORM},
     "phi": {
         **_BODY,
