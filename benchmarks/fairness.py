@@ -3,8 +3,8 @@
     python benchmarks/fairness.py MODEL [--prompt 4096] [--budgets 32 64 128 256 512]
 
 One request decodes. Another one with a long prompt arrives; until its first token, each step reads a chunk of it, and
-the first request gets its token in each. For every `token_budget` the table has the time of a step alone, the median and
-the longest one meanwhile, how many there were, and the time to the first token of the long prompt.
+the first request gets its token in each. For every `token_budget` the table has the time of a step alone, the median
+and the longest one meanwhile, how many there were, and the time to the first token of the long prompt.
 """
 
 import argparse
