@@ -114,7 +114,10 @@ class CompletionTask(Task):
         trace: dict[str, Any] | None = None,
     ) -> Event:
         choice: dict[str, Any] = {
-            "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason,
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
             **(trace or {}),
         }
         if seed is not None:
