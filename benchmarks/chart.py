@@ -14,7 +14,7 @@ import json
 from html import escape
 from pathlib import Path
 
-ROW, BAR, TOP, LEFT, PANEL, GAP = 58, 17, 78, 210, 250, 130
+ROW, BAR, TOP, LEFT, PANEL, GAP = 58, 17, 78, 270, 250, 130
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
 .title { font-weight: 600 } .ropewalk { fill: #0f766e } .peer { fill: #a8b1bb } .line { stroke: #d1d9e0 }
