@@ -3,10 +3,14 @@
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Where the test run was started with SIGINT ignored, as in the background of a shell, its children would ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODEL_FILES = {
     "smollm2-135m": "smollm2-135m-instruct-q4_1.gguf",
