@@ -34,6 +34,7 @@ from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.hub import resolve
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
+from ropewalk.passes import log_softmax
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "tests" / "data" / "alice.txt"
@@ -126,13 +127,6 @@ class Tally:
             "perplexity": float(np.exp(np.mean(self.nll))),
             "gap_error_rms": float(np.sqrt(np.mean(np.square(self.gap_error)))),
         }
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of one position, float64 [vocab]."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    return wide - np.log(np.exp(wide).sum())
 
 
 def windows_of(llm: LLM, text: str, size: int, count: int) -> list[list[int]]:

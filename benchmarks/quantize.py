@@ -38,16 +38,11 @@ from ropewalk.checkpoint.mixes import mix_named
 from ropewalk.imatrix import collect, split_windows
 from ropewalk.kernels.team import available_threads
 from ropewalk.model.config import ModelConfig
+from ropewalk.passes import log_softmax
 from ropewalk.quantize import quantize_model
 
 TYPES = "Q8_0,Q6_K,Q5_K_M,Q4_K_M,Q4_K_S,Q4_0,Q3_K_M,Q2_K"
 STEPS = 32
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
 def ours(source: Path, target: Path, kind: str, threads: int, importance=None) -> float:

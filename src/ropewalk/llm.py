@@ -466,7 +466,7 @@ class LLM:
         ids = self._checked_ids(token_ids)
         with self.driver.lock:
             self.driver.check_open()
-            yield from self._passes.logits(ids, self._adapter_number(adapter))
+            yield from self._passes.logits(ids, self.driver.engine.adapter_number(adapter))
 
     def score(
         self, context: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -494,7 +494,7 @@ class LLM:
         """
         pairs = [self._context_and_rest(context, continuation) for continuation in continuations]
         scores: dict[int, Score] = {}
-        number = self._adapter_number(adapter)
+        number = self.driver.engine.adapter_number(adapter)
         with self.driver.lock:
             self.driver.check_open()
             for ids in dict.fromkeys(tuple(ids) for ids, _ in pairs):  # nearly always one
@@ -532,7 +532,7 @@ class LLM:
         ------
         PromptError, InvalidParameterError
         """
-        number = self._adapter_number(adapter)
+        number = self.driver.engine.adapter_number(adapter)
         chosen = pooling or self.config.pooling or "last"
         if chosen not in POOLINGS[1:]:
             raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
@@ -542,7 +542,7 @@ class LLM:
         with self.driver.lock:
             self.driver.check_open()
             for i, text in enumerate(ids):
-                (states,) = self._passes.hidden([text], number)
+                states = self._passes.hidden(text, number)
                 vectors[i] = (
                     states[-1]
                     if chosen == "last"
@@ -553,10 +553,6 @@ class LLM:
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         return vectors
-
-    def _adapter_number(self, name: str | None) -> int:
-        self.driver.engine.check_adapter(name)
-        return -1 if name is None else self.adapters.index(name)
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         _check_kind(token_ids)

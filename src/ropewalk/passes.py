@@ -78,16 +78,13 @@ class Passes:
         for batch in _batches([whole], min(self._budget, MAX_LOGIT_ROWS), adapter):
             yield self._backend.forward(_with_logits(batch), cache)
 
-    def hidden(self, sequences: Sequence[Sequence[int]], adapter: int = -1) -> list[Float32Array]:
-        """Return the last layer's output after the output norm, of every token: float32 [n, hidden_size] each."""
-        laid_out, n_pages = [], 0
-        for token_ids in sequences:
-            laid_out.append(_Sequence(_ids(token_ids), 0, _pages(n_pages, len(token_ids))))
-            n_pages += len(laid_out[-1].table)
-        cache = self._new_cache(n_pages)
-        rows = [self._backend.hidden(batch, cache) for batch in _batches(laid_out, self._budget, adapter)]
-        ends = np.cumsum([len(token_ids) for token_ids in sequences])
-        return np.split(np.concatenate(rows), ends[:-1])
+    def hidden(self, token_ids: Sequence[int], adapter: int = -1) -> Float32Array:
+        """Return the last layer's output after the output norm, of every token: float32 [n, hidden_size]."""
+        cache = self._new_cache(pages_for(len(token_ids)))
+        whole = _Sequence(_ids(token_ids), 0, _pages(0, len(token_ids)))
+        return np.concatenate(
+            [self._backend.hidden(batch, cache) for batch in _batches([whole], self._budget, adapter)]
+        )
 
     def score(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], adapter: int = -1

@@ -13,7 +13,7 @@ from ropewalk.cli.console import fields, say, verb, write_json
 from ropewalk.cli.loading import find, open_llm, progress_on_stderr
 from ropewalk.cli.options import Machine, machine, model_argument, takes
 from ropewalk.cli.text_file import TEXT_ARGUMENT, StrideOption, WindowOption, WindowsOption, read_text
-from ropewalk.errors import InvalidParameterError
+from ropewalk.text.same import check_same_tokens
 
 if TYPE_CHECKING:
     from ropewalk.evaluation import Rows
@@ -78,7 +78,7 @@ def _rows_of(reference: str, model: str, llm: LLM, machine: Machine) -> Iterator
     """The logits of the reference, given token ids."""
     if reference != FLOAT32:
         with open_llm(reference, replace(machine, cache_dtype="float16")) as other:
-            _check_same_tokens(llm, other)
+            check_same_tokens(llm.tokenizer, other.tokenizer, "reference", most_padding=0)
             yield other.logits_in_parts
         return
     from ropewalk.checkpoint.gguf import open_gguf
@@ -87,17 +87,3 @@ def _rows_of(reference: str, model: str, llm: LLM, machine: Machine) -> Iterator
     with open_gguf(find(model)) as checkpoint:
         exact = Reference(llm.config, checkpoint)
         yield lambda token_ids: [exact.logits(token_ids)]
-
-
-def _check_same_tokens(llm: LLM, other: LLM) -> None:
-    if llm.config.vocab_size != other.config.vocab_size:
-        raise InvalidParameterError(
-            f"the reference has {other.config.vocab_size} tokens, and the model has {llm.config.vocab_size}; "
-            "allowed: a reference with the same tokens"
-        )
-    for i, (ours, theirs) in enumerate(zip(llm.tokenizer.spellings, other.tokenizer.spellings, strict=True)):
-        if ours != theirs:
-            raise InvalidParameterError(
-                f"the reference has another vocabulary: token {i} is {theirs.decode('utf-8', 'replace')!r} there and "
-                f"{ours.decode('utf-8', 'replace')!r} in the model; allowed: a reference with the same tokens"
-            )

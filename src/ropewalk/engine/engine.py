@@ -169,9 +169,8 @@ class Engine:
         self.validate(prompt, params)
         max_tokens, slide = self._limits(len(prompt), params)
         seed = fresh_seed() if params.seed is None else params.seed
-        adapter = -1
+        adapter = self.adapter_number(params.adapter)
         if params.adapter is not None:
-            adapter = list(self.adapters).index(params.adapter)
             cache_key = [*cache_key, ("adapter", self.adapters[params.adapter])]
         group: list[Request] = []
         for index in range(params.n):
@@ -275,11 +274,14 @@ class Engine:
         )
         self._validate_params(params)
 
-    def check_adapter(self, name: str | None) -> None:
-        """Raise InvalidParameterError unless there is an adapter of this name; None is always fine."""
-        if name is not None and name not in self.adapters:
+    def adapter_number(self, name: str | None) -> int:
+        """Number of an adapter, -1 for None; raises InvalidParameterError unless there is one of this name."""
+        if name is None:
+            return -1
+        if name not in self.adapters:
             known = ", ".join(map(repr, self.adapters)) or "None, since the model was opened without adapters"
             raise InvalidParameterError(f"adapter is {name!r}; allowed: {known}")
+        return list(self.adapters).index(name)
 
     def _validate_params(self, params: SamplingParams) -> None:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
@@ -288,7 +290,7 @@ class Engine:
                     raise InvalidParameterError(
                         f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
                     )
-        self.check_adapter(params.adapter)
+        self.adapter_number(params.adapter)
         most = self.context_length - MIN_ROOM
         if params.slide and most < 0:
             raise InvalidParameterError(

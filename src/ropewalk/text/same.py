@@ -24,22 +24,27 @@ class Tokens(Protocol):
         ...
 
 
-def check_same_tokens(model: Tokens, draft: Tokens) -> None:
-    """Raise InvalidParameterError unless the tokens of a draft model are those of the model.
+def check_same_tokens(
+    model: Tokens, other: Tokens, what: str = "draft model", most_padding: int = MOST_PADDING
+) -> None:
+    """Raise InvalidParameterError unless the tokens of another model are those of the model.
 
-    The message names the first id that differs, and both texts.
+    The message calls the other model `what`, and names the first id that differs, and both texts.
     """
-    ours, theirs = model.spellings, draft.spellings
+    ours, theirs = model.spellings, other.spellings
     n = min(len(ours), len(theirs))
     if ours[:n] != theirs[:n]:
         i = next(i for i in range(n) if ours[i] != theirs[i])
         texts = [tokens[i].decode("utf-8", "replace") for tokens in (ours, theirs)]
         raise InvalidParameterError(
-            f"the draft model has another vocabulary: token {i} is {texts[0]!r} in the model and {texts[1]!r} in "
-            "the draft model; allowed: a draft model with the same tokens"
+            f"the {what} has another vocabulary: token {i} is {texts[0]!r} in the model and {texts[1]!r} in "
+            f"the {what}; allowed: a {what} with the same tokens"
         )
-    if abs(len(ours) - len(theirs)) > MOST_PADDING:
+    if abs(len(ours) - len(theirs)) > most_padding:
+        padding = (
+            f", and a difference of at most {most_padding} of padding at the end" if most_padding else ""
+        )
         raise InvalidParameterError(
-            f"the draft model has another vocabulary: {len(theirs)} tokens, and the model has {len(ours)}; allowed: "
-            f"the same tokens, and a difference of at most {MOST_PADDING} of padding at the end"
+            f"the {what} has another vocabulary: {len(theirs)} tokens, and the model has {len(ours)}; allowed: "
+            f"the same tokens{padding}"
         )
