@@ -8,9 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Where the test run was started with SIGINT ignored, as in the background of a shell, its children would ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Whether a test passes depends on the code alone: every run tries the same examples, on however slow a machine.
+# `--hypothesis-profile random` tries others, and so does a run of more schedules than usual.
+settings.register_profile(
+    "fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
+settings.load_profile("random" if "ROPEWALK_SCHEDULES" in os.environ else "fixed")
 
 MODEL_FILES = {
     "smollm2-135m": "smollm2-135m-instruct-q4_1.gguf",

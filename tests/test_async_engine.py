@@ -49,7 +49,7 @@ def go(coroutine):
     """Run it on a loop of its own, but not for ever."""
 
     async def bounded():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -219,7 +219,7 @@ class TestStreams:
             thread.start()
         found["direct"] = llm.generate("cc", SEEDED)[0].text  # the LLM itself is not taken
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         go(engine.close())
         assert found.pop("direct") == alone("cc").text
         assert found == {p: alone(p).text for p in ("a", "b", "c", "ab", "bc", "abc")}
@@ -231,10 +231,12 @@ class TestStreams:
             first = engine.stream("a", SEEDED)
             await hold(llm)
             second = asyncio.create_task(engine.generate("b", SEEDED))
-            await asyncio.sleep(0.05)
-            assert engine.statistics().waiting == 1
+            await until(lambda: engine.statistics().waiting == 1)
+            called_s = time.perf_counter()
+            await asyncio.sleep(0.01)
+            waited_s = time.perf_counter() - called_s
             llm.backend.gate.set()
-            assert (await second).timings.time_to_first_token_s >= 0.05
+            assert (await second).timings.time_to_first_token_s > waited_s
             await first.aclose()
 
         run(main)
@@ -566,7 +568,7 @@ class TestClosing:
         go(_first(engine))
         del engine
         gc.collect()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         assert idle(llm)
 
@@ -575,10 +577,14 @@ class TestClosing:
             await engine.generate("a", SEEDED)
             await settled(engine)
             steps = len(llm.backend.batch_sizes)
-            thread = engine._worker._thread
-            before = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            await asyncio.sleep(0.3)
-            assert time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) < before + 0.01
+            clock = time.pthread_getcpuclockid(engine._worker._thread.ident)
+            for _ in range(100):  # what is left to do after a step may take a while on a busy machine
+                before = time.clock_gettime(clock)
+                await asyncio.sleep(0.1)
+                used = time.clock_gettime(clock) - before
+                if used < 0.003:
+                    break
+            assert used < 0.003
             assert len(llm.backend.batch_sizes) == steps
 
         run(main)
@@ -623,10 +629,10 @@ from ropewalk import AsyncEngine, SamplingParams
 llm = runpy.run_path({str(toys)!r})["toy_llm"](context_length=500, kv_tokens=1000)
 engine = AsyncEngine(llm)
 chunks = engine.stream("a", SamplingParams(max_tokens=None, ignore_eos=True))
-asyncio.run(asyncio.wait_for(anext(chunks), 10))
+asyncio.run(asyncio.wait_for(anext(chunks), 60))
 {end}
 """
-        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=30)
+        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=60)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -707,7 +713,7 @@ def test_random_orders_over_threads_and_loops(requests, n_loops, pool):
 
     def work(share):
         async def main():
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await asyncio.gather(*(_act(engine, number, request, expected) for number, request in share))
 
         try:
@@ -720,7 +726,7 @@ def test_random_orders_over_threads_and_loops(requests, n_loops, pool):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert faults == []
     gc.collect()
     go(settled(engine))

@@ -35,7 +35,7 @@ def batch(tmp_path):
         source = BatchInput(source_path)
 
         async def main():
-            async with AsyncEngine(llm) as engine, asyncio.timeout(20):
+            async with AsyncEngine(llm) as engine, asyncio.timeout(60):
                 with BatchOutput(target_path, source, b"") as target:
                     return await BatchRunner(engine, "toy", **options).run(source, target)
 

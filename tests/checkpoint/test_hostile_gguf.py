@@ -161,11 +161,11 @@ def test_g1_g3_lies_are_refused_by_name_at_once_in_flat_memory(craft, tmp_path, 
     path = tmp_path / "m.gguf"
     path.write_bytes(build(craft))
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(CheckpointError, match=message) as caught:
             open_gguf(path)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -1,5 +1,9 @@
-"""The command line with a toy model that takes its time, for tests of `ropewalk batch` in a process of its own."""
+"""The command line with a toy model, for tests of `ropewalk batch` in a process of its own.
 
+From step SLOW_AFTER on a step takes half a second, so that whoever stops the process finds it at work.
+"""
+
+import os
 import runpy
 import time
 from pathlib import Path
@@ -11,7 +15,8 @@ _TOYS = runpy.run_path(str(Path(__file__).parents[1] / "toy_llm.py"))
 
 class Slow(_TOYS["ToyBackend"]):
     def forward(self, tokens, cache):
-        time.sleep(0.003)
+        if len(self.batch_sizes) >= int(os.environ.get("SLOW_AFTER", "1000000")):
+            time.sleep(0.5)
         return super().forward(tokens, cache)
 
 

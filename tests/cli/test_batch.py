@@ -113,21 +113,22 @@ class TestStatuses:
 class TestKilled:
     N = 120
 
-    def start(self, source, out, **options):
+    def start(self, source, out, slow_after=1_000_000):
         script = Path(__file__).with_name("fake_batch.py")
         command = [sys.executable, script, "batch", source, "-o", out, "--max-batch", "4"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+        environment = {**os.environ, "SLOW_AFTER": str(slow_after)}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     def wait_for(self, process, out, size):
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not (out.exists() and out.stat().st_size >= size):
             assert process.poll() is None and time.monotonic() < until, process.stderr.read()
             time.sleep(0.001)
 
     def test_at_any_moment_no_line_is_lost_or_doubled(self, files):
         source, out = files(*map(line, range(self.N)))
-        for size in (1, 20_000):
-            process = self.start(source, out)
+        for size, slow_after in ((1, 5), (20_000, 70)):
+            process = self.start(source, out, slow_after)
             self.wait_for(process, out, size)
             os.kill(process.pid, signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
@@ -136,7 +137,7 @@ class TestKilled:
             assert 0 < whole.count(b"\n") < self.N
             out.write_bytes(whole + whole[: whole.index(b"\n") // 2])  # as if in the middle of a write
         process = self.start(source, out)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
         assert process.returncode == 0
         assert f"of {self.N} requests are answered already" in told
         answers = by_name(out)
@@ -147,10 +148,10 @@ class TestKilled:
 
     def test_ctrl_c(self, files):
         source, out = files(*map(line, range(self.N)))
-        process = self.start(source, out)
+        process = self.start(source, out, slow_after=5)
         self.wait_for(process, out, 1)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
         assert process.returncode == 130
         assert f"of {self.N} answered; give the command again to go on" in told
         assert out.read_bytes().endswith(b"\n")
@@ -158,10 +159,10 @@ class TestKilled:
 
     def test_two_at_once(self, files):
         source, out = files(*map(line, range(self.N)))
-        first = self.start(source, out)
+        first = self.start(source, out, slow_after=5)
         self.wait_for(first, out, 1)
         second = self.start(source, out)
-        _, told = second.communicate(timeout=20)
+        _, told = second.communicate(timeout=60)
         assert (second.returncode, "being written by another process" in told) == (1, True)
         first.kill()
         first.communicate()

@@ -1,7 +1,7 @@
 """`pull`, `list`, `rm` and `inspect`."""
 
 import json
-import time
+from typing import ClassVar
 
 import pytest
 
@@ -60,21 +60,44 @@ def test_rm_what_is_not_there(ropewalk, cache):
     assert ropewalk("rm").exit_code == 2
 
 
-def test_pull_prints_the_path_and_tells_each_step_once(ropewalk, monkeypatch, tmp_path):
+class ByHand:
+    """A `threading.Timer` that rings when the test says so."""
+
+    made: ClassVar[list["ByHand"]] = []
+
+    def __init__(self, seconds, ring, arguments):
+        self.ring, self.arguments = ring, arguments
+        self.cancelled = False
+        self.made.append(self)
+
+    def start(self):
+        pass
+
+    def cancel(self):
+        self.cancelled = True
+
+
+def test_pull_prints_the_path_and_tells_each_step_that_lasts_once(ropewalk, monkeypatch, tmp_path):
     def pull(model, *, progress):
+        def wait():
+            ByHand.made[-1].ring(*ByHand.made[-1].arguments)
+
         progress("what is over at once", 0, 2)
         progress(f"downloading {model}", 0, 5000)
-        time.sleep(0.3)
+        wait()
         progress(f"downloading {model}", 5000, 5000)
         progress(f"checking {model}\x1b", 1, 2)
-        time.sleep(0.3)
+        wait()
+        ByHand.made[0].ring("what is over at once")  # too late: it was cancelled while it rang
         return tmp_path / "model.gguf"
 
     monkeypatch.setattr(hub, "pull", pull)
-    monkeypatch.setattr(loading, "SOON_S", 0.1)
+    monkeypatch.setattr(ByHand, "made", [])
+    monkeypatch.setattr(loading.threading, "Timer", ByHand)
     result = ropewalk("pull")
     assert result.stdout == f"{tmp_path / 'model.gguf'}\n"
     assert result.stderr == "downloading smollm2-135m ...\nchecking smollm2-135m\u241b ...\n"
+    assert all(timer.cancelled for timer in ByHand.made)
 
 
 def test_pull_that_fails(ropewalk, monkeypatch):

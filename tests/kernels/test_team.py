@@ -85,10 +85,17 @@ def live(model: Path, code: str) -> str:
 
 
 def test_an_idle_team_uses_no_cpu(smollm2):
-    used = live(
-        smollm2, "time.sleep(0.3); a = time.process_time(); time.sleep(0.5); print(time.process_time() - a)"
-    )
-    assert float(used) < 0.01
+    """Once its threads have given up waiting, which may take them a while on a busy machine."""
+    code = """
+for _ in range(100):
+    before = time.process_time()
+    time.sleep(0.5)
+    used = time.process_time() - before
+    if used < 0.01:
+        break
+print(used)
+"""
+    assert float(live(smollm2, code)) < 0.01
 
 
 def test_a_team_wakes_with_the_same_bits(smollm2):

@@ -128,11 +128,11 @@ def peak_bytes() -> int:
 def test_f1_hostile_templates_end(name, monkeypatch):
     """Within the limits of `budget`, here with less time to save some."""
     monkeypatch.setattr("ropewalk.text.budget.MAX_SECONDS", 0.5)
-    before, started = peak_bytes(), time.monotonic()
+    before, started = peak_bytes(), time.process_time()
     with pytest.raises(TemplateError) as caught:
         ChatTemplate(HOSTILE[name]).render(USER)
     assert isinstance(caught.value.__cause__, STOPPED), caught.value
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert peak_bytes() - before < 400_000_000
 
 
