@@ -38,8 +38,8 @@ of a step are grouped by expert, and what a token gets is added up in the order 
 do not depend on the batch. Decoding reads the weights of the chosen experts only: `ropewalk explain` counts them, and
 `ropewalk plan` tells how many a token reads.
 
-With latent attention the cache holds one vector a token for all heads, once as the key and once as the value: for
-DeepSeek V2 Lite 2,304 bytes a token and layer in float16, where keys and values of all 16 heads would take 10,240.
+With latent attention the cache holds one vector a token for all heads, which is the key and whose end is the value: for
+DeepSeek V2 Lite 1,152 bytes a token and layer in float16, where keys and values of all 16 heads would take 10,240.
 
 ## What is refused
 

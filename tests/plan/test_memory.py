@@ -123,17 +123,17 @@ def test_layers_may_differ():
 
 
 def test_a_latent_stands_for_all_heads():
-    """DeepSeek-V2: 512 + 64 elements a layer, as key and as value; 128 heads of their own take 36 times as much."""
+    """DeepSeek-V2: 512 + 64 elements a layer, kept once; 128 heads of their own take 71 times as much."""
     latent = LayerShape(128, 128, 192, 128, latent=576)
     model = ModelShape("latent", (latent,) * 60, Weights(Part(1, 1)), "F16")
-    assert token_bytes(model, cache_type("float16")) == 60 * 2 * 576 * 2
-    assert token_bytes(model, cache_type("int8")) == 60 * 2 * (576 + 4)
-    engine = SimpleNamespace(n_layers=60, n_kv_heads=1, head_dim=576)  # as a `ModelConfig` has it
+    assert token_bytes(model, cache_type("float16")) == 60 * 576 * 2
+    assert token_bytes(model, cache_type("int8")) == 60 * (576 + 2 * 4)
+    engine = SimpleNamespace(n_layers=60, n_kv_heads=1, head_dim=576, latent=True)  # as a `ModelConfig` has it
     for name in CACHE_DTYPES:
         assert page_bytes(model, cache_type(name)) == cache_page_bytes(engine, name)
     heads = ModelShape("heads", (replace(latent, latent=0),) * 60, Weights(Part(1, 1)), "F16")
     ratio = token_bytes(heads, cache_type("float16")) / token_bytes(model, cache_type("float16"))
-    assert ratio == pytest.approx(128 * 320 / 1152)
+    assert ratio == pytest.approx(128 * 320 / 576)
 
 
 def test_what_fits():

@@ -20,6 +20,7 @@ from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes,
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.latent import latent_worker
+from ropewalk.kernels.latent_attention import latent_attention_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import matmul_worker, tiles
 from ropewalk.kernels.moe import expert_worker
@@ -63,7 +64,7 @@ def attention_parts(config: ModelConfig, cache_dtype: str) -> list[Part]:
     """What a cache of this type takes in addition."""
     full, rest = head_passes(config.kv_group)
     shapes = dict.fromkeys((heads, tokens) for heads in (full, rest) for tokens in (1, tile_tokens(full)))
-    return [_attention_part(*shape, cache_dtype == "int8") for shape in shapes]
+    return [_attention_part(*shape, cache_dtype == "int8", config.latent is not None) for shape in shapes]
 
 
 def all_parts() -> list[Part]:
@@ -71,9 +72,10 @@ def all_parts() -> list[Part]:
     formats = [
         _format_part(name, FORMATS[name].block_bytes, fine) for name in PACKED for fine in (True, False)
     ]
+    heads_of = [(heads, False) for heads in range(1, MAX_GROUP + 1)] + [(MAX_GROUP, True)]
     attention = [
-        _attention_part(heads, tokens, is_int8)
-        for heads in range(1, MAX_GROUP + 1)
+        _attention_part(heads, tokens, is_int8, is_latent)
+        for heads, is_latent in heads_of  # models with latent attention have 16 or 128
         for tokens in sorted({1, tile_tokens(heads)})
         for is_int8 in (False, True)
     ]
@@ -124,10 +126,10 @@ def _compile_format(kind: int, block_bytes: int, fine: bool) -> None:
         matmul_worker(kind, tile, int(fine))
 
 
-def _attention_part(heads: int, tokens: int, is_int8: bool) -> Part:
-    cache = "int8" if is_int8 else "float16"
-    name = f"attention for {heads} heads, tokens: {tokens}, {cache}"
-    return Part(name, attention_worker, (heads, tokens, int(is_int8)))
+def _attention_part(heads: int, tokens: int, is_int8: bool, is_latent: bool) -> Part:
+    cache, what = "int8" if is_int8 else "float16", "latent attention" if is_latent else "attention"
+    worker = latent_attention_worker if is_latent else attention_worker
+    return Part(f"{what} for {heads} heads, tokens: {tokens}, {cache}", worker, (heads, tokens, int(is_int8)))
 
 
 def _compile_forward() -> None:

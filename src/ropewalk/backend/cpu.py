@@ -49,6 +49,7 @@ from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.latent import latent_worker
+from ropewalk.kernels.latent_attention import latent_attention_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
 from ropewalk.kernels.moe import expert_worker
@@ -85,6 +86,7 @@ class CpuCache:
     Attributes
     ----------
     data : uint8 [n_layers, n_kv_heads, 2 (keys, values), n_pages, bytes]
+        With latent attention 1 in place of 2: values are the ends of keys.
     scales : float32 [n_layers, n_kv_heads, 2, n_pages, 16]
         Of an int8 cache; else the last axis is empty.
     """
@@ -93,9 +95,9 @@ class CpuCache:
         self.n_pages = n_pages
         self.bytes_per_page = cache_page_bytes(config, dtype)
         self.is_int8 = dtype == "int8"
-        shape = (config.n_layers, config.n_kv_heads, 2, n_pages)
-        self.data = _untouched((*shape, head_page_bytes(config.head_dim, self.is_int8)), np.uint8)
-        self.scales = _untouched((*shape, PAGE_SIZE if self.is_int8 else 0), np.float32)
+        heads, page = (config.n_layers, config.n_kv_heads), head_page_bytes(config.head_dim, self.is_int8)
+        self.data = _untouched((*heads, 1 if config.latent else 2, n_pages, page), np.uint8)
+        self.scales = _untouched((*heads, 2, n_pages, PAGE_SIZE if self.is_int8 else 0), np.float32)
 
     @property
     def n_bytes(self) -> int:
@@ -147,8 +149,8 @@ def cache_page_bytes(config: ModelConfig, dtype: str) -> int:
     if dtype not in CACHE_DTYPES:
         raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
     is_int8 = dtype == "int8"
-    head_bytes = head_page_bytes(config.head_dim, is_int8) + (SCALES_BYTES if is_int8 else 0)
-    return config.n_layers * config.n_kv_heads * 2 * head_bytes
+    head_bytes = head_page_bytes(config.head_dim, is_int8) * (1 if config.latent else 2)
+    return config.n_layers * config.n_kv_heads * (head_bytes + (2 * SCALES_BYTES if is_int8 else 0))
 
 
 class CpuBackend:
@@ -321,6 +323,7 @@ class CpuBackend:
         x = np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
         if self._position_rows is not None:
             x += self._position_rows[positions]
+        attention = latent_attention_worker if self._latent else attention_worker
         fields = {
             Job.N_TOKENS: n,
             Job.N_LOGITS: len(rows),
@@ -332,12 +335,10 @@ class CpuBackend:
             Job.LOGIT_ROWS: rows.ctypes.data,
             Job.CACHE: cache.data.ctypes.data,
             Job.CACHE_IS_INT8: cache.is_int8,
-            Job.ATTENTION: attention_worker(self._pass_heads, 1, int(cache.is_int8)),
-            Job.ATTENTION_REST: attention_worker(self._rest_heads, 1, int(cache.is_int8)),
-            Job.ATTENTION_TILE: attention_worker(self._pass_heads, self._tile_tokens, int(cache.is_int8)),
-            Job.ATTENTION_TILE_REST: attention_worker(
-                self._rest_heads, self._tile_tokens, int(cache.is_int8)
-            ),
+            Job.ATTENTION: attention(self._pass_heads, 1, int(cache.is_int8)),
+            Job.ATTENTION_REST: attention(self._rest_heads, 1, int(cache.is_int8)),
+            Job.ATTENTION_TILE: attention(self._pass_heads, self._tile_tokens, int(cache.is_int8)),
+            Job.ATTENTION_TILE_REST: attention(self._rest_heads, self._tile_tokens, int(cache.is_int8)),
             Job.CACHE_SCALES: cache.scales.ctypes.data,
             Job.N_PAGES: cache.n_pages,
             Job.PAGE_BYTES: cache.data.shape[-1],
@@ -445,7 +446,7 @@ class CpuBackend:
             Job.Y: config.hidden_size,
             Job.QUERIES: q_width,
             Job.KEYS: kv_width,
-            Job.VALUES: kv_width,
+            Job.VALUES: 0 if config.latent else kv_width,
             Job.ATTENDED: q_width,
             Job.GATE: ffn,
             Job.UP: ffn,

@@ -73,7 +73,7 @@ def _layers(model: ModelShape) -> str:
     for layer, count in kinds.items():
         what = f"{layer.n_heads} heads, {layer.n_kv_heads} for keys and values, width {layer.key_dim}"
         if layer.latent:
-            what = f"{layer.n_heads} heads over a latent of {layer.latent}, kept as key and as value"
+            what = f"{layer.n_heads} heads over a latent of {layer.latent}, which is key and value"
         texts.append(
             f"{count} layers of {what}" + (f", seeing {layer.window:,} tokens" if layer.window else "")
         )

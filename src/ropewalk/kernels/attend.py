@@ -26,6 +26,7 @@ from ropewalk.kernels.attention import (
 )
 from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
+from ropewalk.kernels.latent_attention import put_latent_int8, put_latent_query_int8, value_offset
 from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
 from ropewalk.kernels.sync import chunk_of, take
@@ -68,16 +69,16 @@ def normalise_rows(n_threads, words, job, layer):
 @inline
 def _head_addresses(job, number, head, page):
     """Where a page's keys and values of one KV head of a layer are, and their scales (int8 only)."""
-    n_pages = job[Job.N_PAGES]
-    keys = 2 * n_pages * (number * job[Job.N_KV_HEADS] + head) + page
-    values = keys + n_pages
-    size = job[Job.PAGE_BYTES]
-    return (
-        job[Job.CACHE] + keys * size,
-        job[Job.CACHE] + values * size,
-        job[Job.CACHE_SCALES] + keys * SCALES_BYTES,
-        job[Job.CACHE_SCALES] + values * SCALES_BYTES,
-    )
+    n_pages, size = job[Job.N_PAGES], job[Job.PAGE_BYTES]
+    before = n_pages * (number * job[Job.N_KV_HEADS] + head)
+    scales = job[Job.CACHE_SCALES] + (2 * before + page) * SCALES_BYTES
+    if job[Job.LATENT] != 0:  # the values are the keys' end
+        keys = job[Job.CACHE] + (before + page) * size
+        values = keys + value_offset(job[Job.ROPE_WIDTH], job[Job.CACHE_IS_INT8] != 0)
+    else:
+        keys = job[Job.CACHE] + (2 * before + page) * size
+        values = keys + n_pages * size
+    return keys, values, scales, scales + n_pages * SCALES_BYTES
 
 
 @inline
@@ -91,7 +92,12 @@ def _store_head(job, layer, number, token, h, page, slot, cos, sin):
     if layer[Layer.V_BIAS] != 0:
         add_to(v, layer[Layer.V_BIAS] + 4 * head_dim * h, head_dim)
     keys, values, key_scales, value_scales = _head_addresses(job, number, h, page)
-    if job[Job.CACHE_IS_INT8]:
+    if job[Job.LATENT] != 0:
+        if job[Job.CACHE_IS_INT8]:
+            put_latent_int8(keys, key_scales, value_scales, slot, k, job[Job.ROPE_WIDTH], head_dim)
+        else:
+            put_key(keys, slot, k, head_dim)
+    elif job[Job.CACHE_IS_INT8]:
         put_key_int8(keys, key_scales, slot, k, head_dim)
         put_value_int8(values, value_scales, slot, v, head_dim)
     else:
@@ -114,18 +120,20 @@ def rotate_and_store(n_threads, words, job, layer, number):
             position = load_i32(job[Job.POSITIONS] + 4 * token)
             cos, sin = layer[Layer.COS], layer[Layer.SIN]
             if cos != 0:
-                row = load_i32(job[Job.ANGLE_ROWS] + 4 * token)
-                cos, sin = cos + angles_bytes * row, sin + angles_bytes * row
+                turns = angles_bytes * load_i32(job[Job.ANGLE_ROWS] + 4 * token)
+                cos, sin = cos + turns, sin + turns
             if head < n_heads:
                 q = job[Job.QUERIES] + 4 * head_dim * (n_heads * token + head)
                 bias = layer[Layer.Q_BIAS] + 4 * head_dim * head if layer[Layer.Q_BIAS] != 0 else 0
                 _finish_head(job, q, bias, _head_norm(job, layer[Layer.Q_NORM], head), cos, sin)
                 scale_by(q, load_f32(job[Job.CONSTANTS] + 4), head_dim)
-                step = job[Job.QUERY_STEP]
-                if job[Job.CACHE_IS_INT8]:
-                    put_query_int8(q, head_dim, _query_row(job, token, head), step)
+                step, row = job[Job.QUERY_STEP], _query_row(job, token, head)
+                if not job[Job.CACHE_IS_INT8]:
+                    put_query(q, head_dim, row, step)
+                elif job[Job.LATENT] != 0:
+                    put_latent_query_int8(q, job[Job.ROPE_WIDTH], head_dim, row, step)
                 else:
-                    put_query(q, head_dim, _query_row(job, token, head), step)
+                    put_query_int8(q, head_dim, row, step)
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)

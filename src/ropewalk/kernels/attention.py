@@ -159,7 +159,7 @@ def partial_bytes(head_dim: int) -> int:
 
 def tile_tokens(heads: int) -> int:
     """Tokens of a query tile for passes of `heads` heads: what the registers have room for."""
-    rows = 14 if choose_rung().name == "vnni" else 4
+    rows = 14 if choose_rung().vectors == "vnni" else 4
     return max(1, min(rows // heads, MAX_TILE_TOKENS))
 
 
@@ -191,7 +191,7 @@ def _largest(x, n):
 @intrinsic
 def dot_rows(typing_context, acc, keys, address):
     """acc[g] += the sums of four products of key bytes and the four query bytes at address + 4 * g."""
-    rung = choose_rung().name
+    rung = choose_rung().vectors
 
     def emit(context, builder, sig, args):
         acc, keys, address = args
@@ -262,7 +262,7 @@ def put_query_int8(q, head_dim, out, step):
 
 
 @inline
-def _softmax_partition(row, pages, low, high, cap):
+def softmax_partition(row, pages, low, high, cap):
     """Turn scores into exponentials relative to their maximum; gives the maximum and the sum of exponentials.
 
     `row` is the address of the scores of page 0 of the partition, `low` and `high` the visible tokens in it.
@@ -401,7 +401,7 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
         for row in range(rows):
             low, high = visible(position, window, row // heads)
             row_pages = (high + PAGE - 1) // PAGE
-            m, total = _softmax_partition(scores + stride * row, row_pages, low, high, load_f32(cap))
+            m, total = softmax_partition(scores + stride * row, row_pages, low, high, load_f32(cap))
             store_f32(partial + partial_stride * row, m)
             store_f32(partial + partial_stride * row + 4, total)
             if quantized:  # a value's scale multiplies its weight

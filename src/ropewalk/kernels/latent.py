@@ -6,15 +6,15 @@ heads; the query of a head is multiplied by K_B[h] instead of every key, and V_B
 
     q . (K_B[h]^T c) = (K_B[h] q) . c              sum of p (V_B[h] c) = V_B[h] (sum of p c)
 
-A query is [rotated part, K_B[h] q], a key [rotated part, c], a value [zeros, c], all `head_dim` wide, and what lies
-between, rotation and attention, is that of any model with one KV head. Inputs of the heads' products lie in tiles of
+A query is [rotated part, K_B[h] q], a key [rotated part, c], both `head_dim` wide, and the value is c, the key's end; a
+sum begins with zeros in the rotated part's place. What lies between is the rotation of any model with one KV head, and
+`kernels.latent_attention`. Inputs of the heads' products lie in tiles of
 their own, one head after the other. One worker, compiled only for models that need it; the tables are those of
 `kernels.tables`, of which `Latent` is its own.
 """
 
 from functools import cache
 
-import numpy as np
 from numba import types
 
 from ropewalk.kernels import clock
@@ -32,11 +32,9 @@ from ropewalk.kernels.products import (
     tile_address,
     tile_size,
 )
-from ropewalk.kernels.simd import call, load_f32, load_floats, rows_at, splat, store_floats, table_at
+from ropewalk.kernels.simd import call, load_f32, load_floats, rows_at, store_floats, table_at
 from ropewalk.kernels.sync import chunk_of, take
 from ropewalk.kernels.tables import K_B, Q_A, V_B, Job, Latent, Layer, Matrix
-
-_ZERO = np.float32(0)
 
 
 @inline
@@ -125,7 +123,7 @@ def _compressed_to_tiles(words, job, mla, layer):
 
 @inline
 def _split(n_threads, words, job, mla, layer):
-    """Queries: one part to its place, the other into tiles; keys and values: to their places, c normalised."""
+    """Queries: one part to its place, the other into tiles; the key to its place, c normalised."""
     n_heads, head_dim, nope, rope = job[Job.N_HEADS], job[Job.HEAD_DIM], mla[Latent.NOPE], job[Job.ROPE_WIDTH]
     rank = head_dim - rope
     n_items = job[Job.N_TOKENS] * (n_heads + 1)
@@ -138,13 +136,10 @@ def _split(n_threads, words, job, mla, layer):
             _copy(q + 4 * nope, job[Job.QUERIES] + 4 * head_dim * (n_heads * token + head), rope)
         else:
             kv = mla[Latent.KEY_VALUES] + 4 * head_dim * token
-            key, value = job[Job.KEYS] + 4 * head_dim * token, job[Job.VALUES] + 4 * head_dim * token
+            key = job[Job.KEYS] + 4 * head_dim * token
             normalise_floats(kv, (layer[Layer.KV_A_NORM], 0, 0), rank, load_f32(job[Job.CONSTANTS]))
             _copy(kv + 4 * rank, key, rope)
             _copy(kv, key + 4 * rope, rank)
-            _copy(kv, value + 4 * rope, rank)
-            for i in range(0, rope, 16):
-                store_floats(value + 4 * i, splat(_ZERO))
         item = take(words, 0)
 
 
@@ -164,7 +159,7 @@ def _sums_to_tiles(words, job, mla, layer):
 def latent_worker() -> int:
     """Address of the compiled worker.
 
-    Before attention (`after` = 0) its input is in the tiles, and QUERIES, KEYS and VALUES are its output; after it, the
+    Before attention (`after` = 0) its input is in the tiles, and QUERIES and KEYS are its output; after it, the
     input is ATTENDED and the output `Latent.OUT`. Its arguments, all int64: this thread's number and how many there
     are; addresses of the team's words, of `job`, of the layer's row and of the rows of its Q and K; fields of a
     matrix's row; `after`.

@@ -282,12 +282,16 @@ def _fold(builder, value, combine):
     return builder.extract_element(value, I32(0))
 
 
+def emit_sum_tree(builder, value):
+    return _fold(builder, value, lambda b, x, y: b.fadd(x, y))
+
+
 @intrinsic
 def sum_tree(typing_context, value):
     """Sum of the 16 lanes by a fixed tree: lanes i and i + 8, then i and i + 4, and so on."""
 
     def emit(context, builder, sig, args):
-        return _fold(builder, args[0], lambda b, x, y: b.fadd(x, y))
+        return emit_sum_tree(builder, args[0])
 
     return types.float32(floats), emit
 

@@ -2,9 +2,9 @@
 
 The KV cache of n tokens holds 2 · layers · KV heads · head_dim elements for each of them (keys and values). Ropewalk
 allocates it in pages of 16 tokens, the same for all layers, and an int8 cache has a float32 scale for the key and
-one for the value of each token and KV head. Multi-head latent attention has one vector in place of all heads, which
-Ropewalk keeps as the key and as the value. A layer with a sliding window *reads* no more than its window; what is
-allocated is the whole context.
+one for the value of each token and KV head. Multi-head latent attention has one vector in place of all heads, which is
+the key and whose end is the value: an int8 cache has one scale for that end and one for the rest. A layer with a
+sliding window *reads* no more than its window; what is allocated is the whole context.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def cache_elements(layer: LayerShape) -> int:
-    """Elements that a layer keeps for one token, keys and values together; a latent twice, as key and as value."""
-    return 2 * layer.latent or layer.n_kv_heads * (layer.key_dim + layer.value_dim)
+    """Elements that a layer keeps for one token: keys and values together, or a latent, which is both."""
+    return layer.latent or layer.n_kv_heads * (layer.key_dim + layer.value_dim)
 
 
 def layer_token_bytes(layer: LayerShape, cache: CacheType) -> int:
