@@ -36,6 +36,11 @@ class Rung:
     name: str
     reason: str
 
+    @property
+    def vectors(self) -> str:
+        """The rung that this one's vector instructions are of."""
+        return "vnni" if self.name == "amx" else self.name
+
 
 def cpu_identity() -> tuple[str, str]:
     """The CPU name and feature string that Numba compiles for."""

@@ -14,18 +14,26 @@ make queries, keys and values, and the output matrix. A 16-bit x_q is two signed
 a second pass of integer products over weights that are in registers already. On 512 positions of ordinary text this
 takes the mean KL divergence of SmolLM2-135M from 2.8e-3 (all 8-bit, as in llama.cpp) to 1.3e-3.
 
-Activations of up to 16 tokens lie in a tile. For each group: x_q int8 [TILE, 32] (fine: high bytes, then low
-bytes), s float32 [TILE], t float32 [TILE], and minus the sums of x_q over columns 0-15 and 16-31, int32 [TILE]
+Activations of up to 16 tokens (with AMX 64) lie in a tile. For each group: x_q int8 [TILE, 32] (fine: high bytes, then
+low bytes), s float32 [TILE], t float32 [TILE], and minus the sums of x_q over columns 0-15 and 16-31, int32 [TILE]
 each: 48 bytes a token and group (fine: 80). For float formats a tile is float32 [groups, TILE, 32].
 """
 
-from functools import cache
+from functools import cache, partial
 
 from numba import types
 from numba.extending import intrinsic
 
 from ropewalk.kernels import formats as F
+from ropewalk.kernels.amx import TILE_ROWS, tile_worker
 from ropewalk.kernels.cpu import choose_rung
+from ropewalk.kernels.definition import (
+    FINE_TOKEN_GROUP_BYTES,
+    SIGNATURE,
+    TOKEN_GROUP_BYTES,
+    emit_add_group,
+    emit_scales,
+)
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import worker
 from ropewalk.kernels.simd import (
@@ -46,14 +54,15 @@ from ropewalk.kernels.simd import (
 )
 from ropewalk.kernels.unpack import read_scales, unpack
 
-TILES = (1, 2, 4, 8, 16)
-TOKEN_GROUP_BYTES = 48
-FINE_TOKEN_GROUP_BYTES = 80
+TILES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def max_tile() -> int:
-    """Tokens of the largest tile whose accumulators fit the registers of this rung."""
-    return 16 if choose_rung().name == "vnni" else 4
+    """Tokens of the largest tile: its accumulators fit the registers; with AMX, it shares unpacked weights."""
+    rung = choose_rung()
+    if rung.name == "amx":
+        return 64
+    return 16 if rung.vectors == "vnni" else 4
 
 
 def tiles() -> tuple[int, ...]:
@@ -72,15 +81,12 @@ def accumulate(typing_context, kind, tile, fine, acc, quants, scales, x):
     packed = F.FORMAT_OF_KIND[kind.literal_value]
     count = tile.literal_value
     planes = 2 if fine.literal_value else 1
-    rung = choose_rung().name
+    rung = choose_rung().vectors
 
     def emit(context, builder, sig, args):
         acc, quants, scales, x = args[3:]
         w = [builder.extract_value(quants, j) for j in range(8)]
-        d, m, s0, s1 = (builder.extract_value(scales, i) for i in range(4))
-        if packed.kind == F.Q2_K:
-            s0, m0 = _emit_split_nibbles(builder, s0)
-            s1, m1 = _emit_split_nibbles(builder, s1)
+        scales = emit_scales(builder, packed, *(builder.extract_value(scales, i) for i in range(4)))
 
         def at(token, field):  # a token's 4-byte value: field 0 is s, 1 is t, 2 and 3 are the sums
             return builder.add(x, I64(count * (32 * planes + 4 * field) + 4 * token))
@@ -97,25 +103,10 @@ def accumulate(typing_context, kind, tile, fine, acc, quants, scales, x):
                 )
                 for h in (0, 1)
             ]
-            scale = emit_splat(builder, floats, emit_load(builder, F32, at(token, 0), 4))
-            if packed.halves:
-                low, high = (builder.sitofp(half, floats.ir) for half in halves)
-                total = emit_fma(builder, high, s1, builder.fmul(low, s0))
-            else:
-                total = builder.sitofp(builder.add(*halves), floats.ir)
-            a = emit_fma(builder, builder.fmul(d, scale), total, builder.extract_value(acc, token))
-            if packed.affine and packed.halves:
-                sums = [
-                    emit_splat(
-                        builder, floats, builder.sitofp(emit_load(builder, I32, at(token, 2 + h), 4), F32)
-                    )
-                    for h in (0, 1)
-                ]
-                total = emit_fma(builder, sums[1], m1, builder.fmul(sums[0], m0))  # minus the sum, hence fneg
-                a = emit_fma(builder, builder.fmul(m, scale), builder.fneg(total), a)
-            elif packed.affine:
-                t = emit_splat(builder, floats, emit_load(builder, F32, at(token, 1), 4))
-                a = emit_fma(builder, m, t, a)
+            sums = halves if packed.halves else [builder.add(*halves)]
+            a = emit_add_group(
+                builder, packed, builder.extract_value(acc, token), sums, scales, partial(at, token)
+            )
             acc = builder.insert_value(acc, a, token)
         return acc
 
@@ -142,16 +133,6 @@ def _emit_half_dot(builder, rung, packed, w, planes, negative_sum):
     return total
 
 
-def _emit_split_nibbles(builder, value):
-    """Floats that hold a byte: its low and its high nibble, as floats."""
-    whole = builder.fptosi(value, ints.ir)
-    low, high = builder.and_(whole, ints.constant(15)), builder.lshr(whole, ints.constant(4))
-    return builder.sitofp(low, floats.ir), builder.sitofp(high, floats.ir)
-
-
-_SIGNATURE = types.void(*[types.int64] * 9)
-
-
 @cache
 def matmul_worker(kind: int, tile: int, fine: int) -> int:
     """Address of the compiled worker for a format, a tile size, and 16-bit (`fine` = 1) or 8-bit activations.
@@ -162,12 +143,14 @@ def matmul_worker(kind: int, tile: int, fine: int) -> int:
     """
     if kind in F.FLOAT_KINDS:
         return _float_worker(kind, tile)
+    if tile >= TILE_ROWS and choose_rung().name == "amx":
+        return tile_worker(kind, fine)
     packed = F.FORMAT_OF_KIND[kind]
     groups, quant_bytes = packed.block_groups, packed.quant_bytes
     scale_bytes, block_bytes = packed.scale_bytes, packed.block_bytes
     tile_bytes = (FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES) * tile
 
-    @worker(_SIGNATURE)
+    @worker(SIGNATURE)
     def matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
         for p in range(n_panels):
             block = panels + p * panel_bytes
@@ -214,16 +197,18 @@ def accumulate_float(typing_context, kind, tile, acc, w, x):
 def _float_worker(kind: int, tile: int) -> int:
     column_bytes = F.FORMAT_OF_KIND[kind].quant_bytes // F.GROUP
     group = F.GROUP
+    width = min(tile, 16)  # what the registers have room for
 
-    @worker(_SIGNATURE)
+    @worker(SIGNATURE)
     def matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
         for p in range(n_panels):
-            acc = zero_tile(tile)
-            w = panels + p * panel_bytes
-            for g in range(n_groups):
-                for k in range(group):
-                    acc = accumulate_float(kind, tile, acc, w, x + (g * tile * group + k) * 4)
-                    w += column_bytes
-            store_tile(acc, y + p * 64, y_stride, n_tokens, add)
+            for token in range(0, n_tokens, width):
+                acc = zero_tile(width)
+                w, at = panels + p * panel_bytes, x + token * group * 4
+                for g in range(n_groups):
+                    for k in range(group):
+                        acc = accumulate_float(kind, width, acc, w, at + (g * tile * group + k) * 4)
+                        w += column_bytes
+                store_tile(acc, y + p * 64 + token * y_stride, y_stride, n_tokens - token, add)
 
     return matmul

@@ -213,10 +213,10 @@ class Matrix(IntEnum):
     N_GROUPS = 3
     IS_FLOAT = 4
     FINE = 5  # whether it reads 16-bit activations
-    WORKERS = 6  # addresses of the workers for tiles of 1, 2, 4, 8, 16 tokens
+    WORKERS = 6  # addresses of the workers for tiles of 1, 2, 4, ..., 64 tokens
 
 
-MATRIX_FIELDS = int(Matrix.WORKERS) + 5
+MATRIX_FIELDS = int(Matrix.WORKERS) + 7
 MATRICES_PER_LAYER = 7
 Q, K, V, OUT, GATE, UP, DOWN = range(MATRICES_PER_LAYER)
 EXPERT_MATRICES_PER_LAYER = 4
