@@ -41,6 +41,17 @@ class Nothing(Climbing):
         return np.zeros(VOCAB, dtype=bool)
 
 
+class Refusing(Climbing):
+    def accept(self, token):
+        raise GenerationError("never")
+
+
+class OnlyOne(Climbing):
+    def fork(self):
+        self.most -= 5
+        return 1 // max(self.most, 0) and self
+
+
 def run(engine):
     while engine.has_unfinished:
         engine.step()
@@ -125,3 +136,17 @@ class TestConstraint:
         assert len(fork.output) == len(request.output) == 9
         with pytest.raises(InvalidParameterError, match="before its end"):
             engine.fork(request, SamplingParams(seed=5, max_tokens=20))
+
+    def test_what_has_failed_is_at_no_place_to_go_on_from(self, toy):
+        engine = engine_of(toy)
+        failing = engine.add_request([1], SamplingParams(seed=1), constraint=Refusing())
+        run(engine)
+        assert (failing.n_output, type(failing.error)) == (1, GenerationError)
+        with pytest.raises(InvalidParameterError, match="before its end or failure"):
+            engine.fork(failing)
+
+    def test_all_completions_are_queued_or_none(self, toy):
+        engine = engine_of(toy)
+        with pytest.raises(ZeroDivisionError):
+            engine.add_request([1], SamplingParams(seed=1, n=3), constraint=OnlyOne())
+        assert not engine.has_unfinished

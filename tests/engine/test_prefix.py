@@ -173,6 +173,16 @@ class TestHits:
         for hit in (0, 32):
             assert [ask(engine, text(40), cache_key=key).n_cached for key in keys] == [hit] * len(keys)
 
+    def test_c3_what_a_caller_calls_an_adapter_is_none(self, toy):
+        engine = engine_of(toy(), adapters={"x": "X"})
+        adapted = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, adapter="x")
+        key = [("adapter", "X")]
+        for hit in (0, 32):
+            assert ask(engine, text(40), adapted).n_cached == hit
+            assert ask(engine, text(40), cache_key=key).n_cached == hit
+            assert ask(engine, text(40), adapted, cache_key=key).n_cached == hit
+            assert ask(engine, text(40)).n_cached == hit
+
     def test_requests_that_arrive_together_compute_their_common_beginning_once(self, toy):
         backend = toy()
         engine = engine_of(backend, max_batch=8, token_budget=16)

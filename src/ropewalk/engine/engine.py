@@ -123,7 +123,7 @@ class Engine:
         pool = PagePool(self._n_pages)
         tables = PageTables(pool, PrefixCache(pool) if self.prefix_cache else None, self._shelf)
         if self.speculator is not None:
-            self.speculator.start(pool, self._cache_dtype)
+            self.speculator.start(pool, self._cache_dtype, self.backend.config.vocab_size)
         return Scheduler(tables, max_batch=self._max_batch, token_budget=self._token_budget)
 
     @property
@@ -149,8 +149,8 @@ class Engine:
         priority : int
             Requests of a smaller one run first; those of the same one, in order of arrival.
         cache_key : sequence of (kind, value)
-            What the values in the KV cache follow from besides the tokens, or must not be shared across: for
-            example `("adapter", name)`, `("salt", user)`. Only requests with equal keys share pages.
+            What must not be shared across, for example `("salt", user)`: only requests with equal keys, and the same
+            adapter, share pages.
         constraint : Constraint, optional
             What the output must follow; every completion gets a fork of it.
 
@@ -170,8 +170,6 @@ class Engine:
         max_tokens, slide = self._limits(len(prompt), params)
         seed = fresh_seed() if params.seed is None else params.seed
         adapter = self.adapter_number(params.adapter)
-        if params.adapter is not None:
-            cache_key = [*cache_key, ("adapter", self.adapters[params.adapter])]
         group: list[Request] = []
         for index in range(params.n):
             tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
@@ -190,13 +188,20 @@ class Engine:
                 rope_switch=self.backend.config.rope_switch,
                 priority=priority,
                 adapter=adapter,
-                cache_key=json.dumps(list(cache_key)).encode() if cache_key else b"",
+                cache_key=self._cache_key(params.adapter, cache_key),
                 constraint=constraint.fork() if constraint else None,
                 arrived_s=time.perf_counter(),
             )
             group.append(request)
+        for request in group:  # all of them, or none if a constraint cannot be forked
             self.scheduler.add(request)
         return group[0]
+
+    def _cache_key(self, adapter: str | None, cache_key: Sequence[tuple[str, str]]) -> bytes:
+        """One text for what the caller says and the adapter's content: nothing that the former says is the latter."""
+        if adapter is None and not cache_key:
+            return b""
+        return json.dumps([adapter and self.adapters[adapter], *cache_key]).encode()
 
     def fork(
         self,
@@ -322,9 +327,11 @@ class Engine:
             raise InvalidParameterError(
                 f"the output to be forked has the end token {found[0]}; allowed: with ignore_eos, or before it"
             )
-        if request.constraint is not None and (n_output < request.n_output or request.constraint.ended):
+        if request.constraint is not None and (
+            n_output < request.n_output or request.constraint.ended or request.error is not None
+        ):
             raise InvalidParameterError(
-                f"n_output is {n_output}; allowed under a constraint: all {request.n_output}, and before its end"
+                f"n_output is {n_output}; allowed under a constraint: all {request.n_output}, before its end or failure"
             )
         if n_output and params.logprobs not in (None, request.params.logprobs):
             raise InvalidParameterError(

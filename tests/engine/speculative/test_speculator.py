@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import runpy
 from pathlib import Path
 from unittest.mock import patch
@@ -212,6 +213,70 @@ class TestEnds:
         again = ask(engine, [1, 2], GREEDY)
         assert again.output == plain.output
         assert again.n_accepted == again.n_drafted
+
+
+class Failing:
+    """A constraint that allows everything until it has seen three tokens; then one of its methods fails."""
+
+    ended = False
+
+    def __init__(self, method, n_seen=0):
+        self.method, self.n_seen = method, n_seen
+
+    def _check(self, method):
+        if method == self.method and self.n_seen == 3:
+            raise ZeroDivisionError(method)
+
+    def mask(self):
+        self._check("mask")
+
+    def accept(self, token):
+        self._check("accept")
+        self.n_seen += 1
+
+    def fork(self):
+        self._check("fork")
+        return Failing(self.method, self.n_seen)
+
+
+class TestFailures:
+    @pytest.mark.parametrize(("method", "n_output"), [("mask", 3), ("accept", 4), ("fork", 30)])
+    def test_of_a_constraint_in_a_draft_are_that_requests_alone(self, toy, speculator, method, n_output):
+        """It fails again where the engine draws; only a fork is never needed there."""
+        plain = ask(engine_of(toy()), [1, 2], GREEDY)
+        engine = engine_of(toy(), speculator("same", 8), kv_tokens=128)
+        bad = engine.add_request([1, 2], GREEDY, constraint=Failing(method))
+        good = engine.add_request([1, 2], GREEDY)
+        run(engine)
+        assert bad.output == plain.output[:n_output]
+        assert bad.finish_reason == ("length" if method == "fork" else "error")
+        assert good.output == plain.output
+        assert good.n_accepted == good.n_drafted > 0
+
+    @pytest.mark.parametrize(
+        ("guess", "message"),
+        [
+            (lambda request, most: 1 // 0, "ZeroDivisionError"),
+            (lambda request, most: [13], r"a guess is 13; allowed: 0 \.\.\. 12"),
+            (lambda request, most: [-1], "a guess is -1"),
+            (lambda request, most: [1] * (most + 1), "9 guesses where 8 were allowed"),
+        ],
+    )
+    def test_of_a_drafter_end_the_drafts_and_nothing_else(self, toy, speculator, caplog, guess, message):
+        plain = ask(engine_of(toy()), [1, 2], GREEDY)
+        calls = []
+
+        def guesses(request, most):
+            calls.append(request)
+            return guess(request, most) if len(calls) > 3 else [1]
+
+        engine = engine_of(toy(), speculator(guesses, 8), kv_tokens=128)
+        both = [engine.add_request([1, 2], GREEDY) for _ in range(2)]
+        run(engine)
+        assert [request.output for request in both] == [plain.output] * 2
+        (told,) = caplog.messages
+        assert re.search(message, told)
+        assert len(calls) in (4, 5)  # what it guessed for the other one in that step is lost as well
 
 
 class TestRoom:

@@ -32,7 +32,6 @@ from ropewalk.engine.request import Request
 from ropewalk.engine.sampler import choose
 from ropewalk.engine.speculative.drafter import Draft, Step
 from ropewalk.engine.speculative.pace import Pace, StepCosts
-from ropewalk.errors import GenerationError
 
 _BORDERS = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # the least probability of each class, from 1 on
 
@@ -181,12 +180,22 @@ class _Guesser:
     def __init__(self, draft: Draft, vocab_size: int) -> None:
         self._draft = draft
         self._vocab_size = vocab_size
-        constraint = draft.request.constraint
-        self._constraint: Constraint | None = constraint.fork() if constraint else None
+        self._constraint: Constraint | None = None
 
     def guess(self, logits: Float32Array) -> bool:
-        """Add a guess; False if there is none to be had, or nothing can follow it."""
+        """Add a guess; False if there is none to be had, or nothing can follow it.
+
+        What goes wrong here, in a constraint for example, goes wrong again when the engine draws, for that request alone.
+        """
+        try:
+            return self._guess(logits)
+        except Exception:
+            return False
+
+    def _guess(self, logits: Float32Array) -> bool:
         draft, request = self._draft, self._draft.request
+        if request.constraint and self._constraint is None:
+            self._constraint = request.constraint.fork()
         logits = self._known(logits)
         largest = logits.max()
         if not np.isfinite(largest):
@@ -199,12 +208,9 @@ class _Guesser:
                 allowed=self._constraint.mask() if self._constraint else None,
             )
         position = request.n_tokens + len(draft.tokens)
-        try:
-            token = choose(logits, request.params, context, seed=request.seed, position=position)
-            if self._constraint:
-                self._constraint.accept(token)
-        except GenerationError:
-            return False
+        token = choose(logits, request.params, context, seed=request.seed, position=position)
+        if self._constraint:
+            self._constraint.accept(token)
         share = float(np.exp(logits[token] - largest) / np.exp(logits - largest).sum())
         draft.add(token, bisect_right(_BORDERS, share))
         return token not in context.ends and not (self._constraint and self._constraint.ended)

@@ -3,10 +3,13 @@
 Drafts never take anything from anybody. They get what a step's budget has left when prompts have got theirs, and pages
 that are free; nobody is preempted for a guess. The pages of guesses that were wrong are given back at the end of
 the step (`PageTables.trim`), and their slots are written again before they are read.
+
+Nor can they harm anybody: a drafter that fails is told of once and not asked again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +20,8 @@ from ropewalk.engine.scheduler import Chunk
 from ropewalk.engine.speculative.drafter import Draft, Drafter, Step
 from ropewalk.engine.speculative.pace import AdaptivePace, Pace
 from ropewalk.engine.tables import PageTables
+
+log = logging.getLogger("ropewalk")
 
 MAX_ROWS = 64
 """Rows of logits in a step with drafts: the backend keeps room for them, up to 1 MB each."""
@@ -39,22 +44,28 @@ class Speculator:
         self.most = most
         self.pace = AdaptivePace(drafter.priors) if pace is None else pace
         self._drafts: dict[Request, Draft] = {}
+        self._vocab_size = 0
+        self._failed = False
 
-    def start(self, pool: PagePool, dtype: str) -> None:
-        """Begin anew with an empty pool."""
+    def start(self, pool: PagePool, dtype: str, vocab_size: int) -> None:
+        """Begin anew with an empty pool; `vocab_size` is that of the model that checks."""
         self._drafts = {}
+        self._vocab_size = vocab_size
         self.drafter.start(pool, dtype)
 
     def extend(self, chunks: Sequence[Chunk], tables: PageTables, token_budget: int) -> list[Chunk]:
         """Return the chunks of a step with guesses after those that decode, and pages for them."""
+        self._drafts = {}
+        if self._failed:
+            return list(chunks)
         step = Step(
             n_tokens=sum(chunk.count for chunk in chunks),
             n_drawing=sum(chunk.count == chunk.request.n_pending for chunk in chunks),
         )
         left = min(token_budget - step.n_tokens, MAX_ROWS - step.n_drawing)
         drafts = self._open([c.request for c in chunks if c.request.n_pending == 1], tables, left)
-        if drafts:
-            self.drafter.draft(drafts, step, self.pace)
+        if drafts and not self._draft(drafts, step):
+            return list(chunks)
         drafts = [draft for draft in drafts if draft.tokens]
         counts = dict(zip(drafts, self.pace.cut(drafts, step), strict=True)) if drafts else {}
         self._drafts = {draft.request: draft for draft in drafts}
@@ -64,6 +75,20 @@ class Speculator:
             else chunk
             for chunk in chunks
         ]
+
+    def _draft(self, drafts: Sequence[Draft], step: Step) -> bool:
+        """Have drafts made; False, now and for ever, if the drafter fails or guesses what no model can check."""
+        try:
+            self.drafter.draft(drafts, step, self.pace)
+            for draft in drafts:
+                if not len(draft.tokens) == len(draft.classes) <= draft.most:
+                    raise ValueError(f"{len(draft.tokens)} guesses where {draft.most} were allowed")
+                if outside := [token for token in draft.tokens if not 0 <= token < self._vocab_size]:
+                    raise ValueError(f"a guess is {outside[0]}; allowed: 0 ... {self._vocab_size - 1}")
+        except Exception as error:
+            self._failed = True
+            log.warning("no more drafts: the drafter failed with %s: %s", type(error).__name__, error)
+        return not self._failed
 
     def _open(self, requests: Sequence[Request], tables: PageTables, left: int) -> list[Draft]:
         """Make empty drafts for these requests as far as there is room, `left` guesses for all of them together."""
