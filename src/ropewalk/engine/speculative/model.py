@@ -185,7 +185,7 @@ class _Guesser:
     def guess(self, logits: Float32Array) -> bool:
         """Add a guess; False if there is none to be had, or nothing can follow it.
 
-        What goes wrong here, in a constraint for example, goes wrong again when the engine draws, for that request alone.
+        What goes wrong here, in a constraint for example, goes wrong again when the engine draws: for it alone.
         """
         try:
             return self._guess(logits)
