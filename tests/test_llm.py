@@ -14,6 +14,7 @@ import pytest
 from ropewalk import LLM, SamplingParams
 from ropewalk import driver as driver_module
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError, TemplateError
+from ropewalk.prompts import Prepared
 from ropewalk.text.chat import ChatTemplate
 
 _TOYS = runpy.run_path(str(Path(__file__).with_name("toy_llm.py")))
@@ -356,18 +357,18 @@ class TestFailures:
         assert [chunk.token_id for chunk in chunks] == expected.token_ids
         assert idle(llm)
 
-    @pytest.mark.parametrize("place", ["Generation", "_submit"])
+    @pytest.mark.parametrize("place", ["Generation", "submit"])
     def test_ctrl_c_while_a_request_is_added_leaves_nothing_behind(self, monkeypatch, place):
         llm = toy_llm()
-        submit = llm._submit
+        submit = Prepared.submit
 
         def interrupted(*args):
-            if place == "_submit":
+            if place == "submit":
                 submit(*args)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(driver_module if place == "Generation" else llm, place, interrupted)
+            patch.setattr(driver_module if place == "Generation" else Prepared, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate("a", SEEDED)
         assert llm.generate("b", SEEDED)[0].text == toy_llm().generate("b", SEEDED)[0].text

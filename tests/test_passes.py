@@ -47,6 +47,8 @@ def test_text_is_scored_from_the_first_token_that_the_context_does_not_have(llm)
     inside = llm.score("The capital of France is Par", ["is"])[0]  # " Paris" is one token
     assert llm.decode(inside.token_ids) == " Paris"
     assert inside.total == paris.total
+    ids = llm.encode("The capital of France is")
+    assert llm.score(ids, [" Paris"])[0].total == llm.score(ids, [paris.token_ids])[0].total == paris.total
 
 
 @pytest.mark.parametrize(

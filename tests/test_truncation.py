@@ -86,8 +86,11 @@ class TestPrompts:
     def test_c8_cut_on_request_and_told(self):
         llm = toy_llm()
         prompt = "a" * 30 + "b" * 30 + "c" * 10
-        with pytest.warns(TruncationWarning, match="a prompt of 70 tokens was cut to 12"):
+        with pytest.warns(TruncationWarning, match="a prompt of 70 tokens was cut to 12") as told:
             (cut,) = llm.generate(prompt, greedy(truncate_prompt_tokens=12))
+        with pytest.warns(TruncationWarning) as told_by_stream:
+            llm.stream(prompt, greedy(truncate_prompt_tokens=12))
+        assert {warning.filename for warning in [*told, *told_by_stream]} == {__file__}
         assert (cut.n_truncated, cut.prompt_token_ids) == (58, [1, 1] + [2] * 10)
         (short,) = llm.generate("bb" + "c" * 10, greedy())
         assert (cut.token_ids, short.n_truncated) == (short.token_ids, 0)

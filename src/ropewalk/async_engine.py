@@ -17,20 +17,23 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, Unpack
 
 from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError, InvalidParameterError
 from ropewalk.generation import Generation, nothing
-from ropewalk.llm import LLM, Conversation, Prompt, _Prepared
+from ropewalk.llm import LLM
+from ropewalk.options import DEFAULT_MODEL, LLMKeywords
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
+from ropewalk.prompts import ChatKeywords, Prepared, Prompt, RequestKeywords
+from ropewalk.truncation import Conversation
 
 
 class AsyncEngine:
@@ -57,7 +60,9 @@ class AsyncEngine:
         What `LLM` raises, if the model is opened here.
     """
 
-    def __init__(self, llm: LLM | str | os.PathLike[str] = "smollm2-135m", **options: Any) -> None:
+    def __init__(
+        self, llm: LLM | str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[LLMKeywords]
+    ) -> None:
         opened = not isinstance(llm, LLM)
         if isinstance(llm, LLM):
             if options:
@@ -77,9 +82,8 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[RequestKeywords],
     ) -> AsyncStream:
         """Continue a prompt; the result is an async iterator of chunks, one a token, as in `LLM.stream`.
 
@@ -89,7 +93,7 @@ class AsyncEngine:
 
         Parameters
         ----------
-        prompt, params, priority, **options
+        prompt, params, **options
             As in `LLM.stream`.
         request_id : str, optional
             A name for `abort`. Default: a new one, in `AsyncStream.request_id`.
@@ -102,31 +106,26 @@ class AsyncEngine:
             At once, if the engine is closed or its thread has died. From the iterator, if the request fails, or
             that happens while it waits.
         """
-        prepared = self.llm._prepare(prompt, params or SamplingParams(), priority, **options)
-        return AsyncStream(self, self._worker.submit(prepared, request_id))
+        return self._stream(self.llm.prompts.prepare(prompt, params, **options), request_id)
 
     def stream_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        priority: int = 0,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatKeywords],
     ) -> AsyncStream:
         """Answer a conversation as `LLM.stream_chat` does, chunk by chunk as `stream` does."""
-        prepared = self._prepare_chat(messages, params, tools, priority, options)
-        return AsyncStream(self, self._worker.submit(prepared, request_id))
+        return self._stream(self.llm.prompts.prepare_chat(messages, params, **options), request_id)
 
     async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[RequestKeywords],
     ) -> RequestOutput:
         """Continue one prompt and return the whole result. Cancelling the task ends the request.
 
@@ -137,35 +136,23 @@ class AsyncEngine:
         PromptError, InvalidParameterError, GenerationError
             As `stream` and its iterator do.
         """
-        prepared = self.llm._prepare(prompt, params or SamplingParams(), priority, **options)
-        return await self._result(prepared, request_id)
+        return await self._result(self.llm.prompts.prepare(prompt, params, **options), request_id)
 
     async def chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        priority: int = 0,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatKeywords],
     ) -> RequestOutput:
         """Answer one conversation and return the whole result, as `generate` does."""
-        prepared = self._prepare_chat(messages, params, tools, priority, options)
-        return await self._result(prepared, request_id)
+        return await self._result(self.llm.prompts.prepare_chat(messages, params, **options), request_id)
 
-    def _prepare_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        priority: int,
-        options: Mapping[str, Any],
-    ) -> _Prepared:
-        prompt = self.llm._render(messages, tools)
-        return self.llm._prepare(prompt, params or SamplingParams(), priority, **options)
+    def _stream(self, prepared: Prepared, request_id: str | None) -> AsyncStream:
+        return AsyncStream(self, self._worker.submit(prepared, request_id))
 
-    async def _result(self, prepared: _Prepared, request_id: str | None) -> RequestOutput:
+    async def _result(self, prepared: Prepared, request_id: str | None) -> RequestOutput:
         mailbox = self._worker.submit(prepared, request_id, keep_chunks=False)
         try:
             return await mailbox.result()
@@ -378,7 +365,6 @@ class _Worker:
         self.mailboxes: dict[str, _Mailbox] = {}
         self.error: BaseException | None = None
         self._driver = llm.driver
-        self._submit_to_llm = llm._submit
         self._close_llm = llm.close if closes_llm else None
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._stopping = False
@@ -395,7 +381,7 @@ class _Worker:
         stopped = self._stopping or self._over or self._pid != os.getpid()
         return not stopped and self._thread.is_alive()
 
-    def submit(self, prepared: _Prepared, request_id: str | None, *, keep_chunks: bool = True) -> _Mailbox:
+    def submit(self, prepared: Prepared, request_id: str | None, *, keep_chunks: bool = True) -> _Mailbox:
         if request_id is None:
             request_id = uuid.uuid4().hex
         elif not isinstance(request_id, str):
@@ -478,11 +464,11 @@ class _Worker:
 
     # Under the driver's lock, by whichever thread runs the step.
 
-    def _start(self, mailbox: _Mailbox, prepared: _Prepared, arrived_s: float) -> None:
+    def _start(self, mailbox: _Mailbox, prepared: Prepared, arrived_s: float) -> None:
         if mailbox.ended.done():
             return
         try:
-            generation = self._submit_to_llm(prepared)
+            generation = prepared.submit(self._driver)
         except Exception as error:
             self._end(mailbox, _caused_by(error))
             return

@@ -4,6 +4,9 @@ Each message names the thing, the value and what is allowed. The command line pr
 `RopewalkError` and exits with status 1; anything else is a fault in Ropewalk itself.
 """
 
+import sys
+import warnings
+
 
 class RopewalkError(Exception):
     """Base class: catch this to catch every error that Ropewalk raises on purpose."""
@@ -47,3 +50,11 @@ class GenerationError(RopewalkError, RuntimeError):
 
 class BatchError(RopewalkError, ValueError):
     """The input or output file of a batch cannot be used."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Give a warning that shows the line of the caller's own code that led to it, however deep in ours we are."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith("ropewalk."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

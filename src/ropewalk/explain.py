@@ -20,7 +20,9 @@ from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
 
 if TYPE_CHECKING:
-    from ropewalk.llm import LLM, Conversation, Prompt
+    from ropewalk.llm import LLM
+    from ropewalk.prompts import Prompt
+    from ropewalk.truncation import Conversation
 
 N_SWEEPS = 3
 PAUSE_S = 0.1  # between sweeps, at least; and twice as long as they took

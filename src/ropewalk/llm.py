@@ -1,52 +1,43 @@
 """The front door: `LLM` opens a model and turns prompts into text.
 
-It joins what the rooms behind it do: a checkpoint is found and read, its tokenizer, chat template and backend
-are built, and an `Engine` runs the requests. Prompts become token ids here; tokens become text in
-`ropewalk.generation`.
+It joins what the rooms behind it do: `opening` makes its parts, `prompts` makes requests, an `Engine` runs them,
+stepped by a `Driver`, and `generation` makes text of their tokens. Nothing is done here but that.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
 from ropewalk.backend.base import Backend, Float32Array
-from ropewalk.drafts import check_draft, open_speculator
+from ropewalk.closing import Closing
 from ropewalk.driver import Driver
-from ropewalk.engine.budget import cache_size, check_context, check_count, disk_bytes
-from ropewalk.engine.engine import Engine, check_prompt
 from ropewalk.engine.statistics import Statistics
-from ropewalk.errors import InvalidParameterError, PromptError, TemplateError, TruncationWarning
+from ropewalk.errors import InvalidParameterError, warn
 from ropewalk.generation import Generation
 from ropewalk.model.config import POOLINGS
+from ropewalk.opening import Parts, open_parts, speculator_of
+from ropewalk.options import DEFAULT_MODEL, EngineKeywords, EngineOptions, LLMKeywords, LLMOptions, signature
 from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
 from ropewalk.passes import Passes, Score
+from ropewalk.prompts import Prepared, Prompt, Prompts
 from ropewalk.stream import Stream
-from ropewalk.text.chat import encode_chat
-from ropewalk.truncation import cut_tokens, cut_turns, head_tokens, most_tokens
+from ropewalk.truncation import Conversation
 
 if TYPE_CHECKING:
-    from ropewalk.checkpoint.hub import Progress
-    from ropewalk.drafts import Draft
     from ropewalk.engine.constraint import Constraint
     from ropewalk.text.chat import ChatTemplate
     from ropewalk.text.grammar import Grammars
     from ropewalk.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, Any]]
 
-
-class LLM:
+class LLM(Closing):
     """A model that is ready to generate. Use it as a context manager, or call `close`.
 
     Several threads may use one `LLM`; their requests share its steps.
@@ -114,173 +105,53 @@ class LLM:
         If one of the other parameters has a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = "smollm2-135m",
-        *,
-        n_threads: int | None = None,
-        context_length: int | None = None,
-        kv_memory: str | float | None = None,
-        kv_tokens: int | None = None,
-        cache_dtype: str = "float16",
-        max_batch: int = 16,
-        token_budget: int = 512,
-        kv_cache: bool = True,
-        prefix_cache: bool = True,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_size: str | float | None = None,
-        draft: Draft | None = None,
-        draft_tokens: int | None = None,
-        rope_scaling: Mapping[str, Any] | None = None,
-        rope_base: float | None = None,
-        quantize: str | None = None,
-        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        from ropewalk.adapters import open_loras
-        from ropewalk.backend.cpu import CpuBackend
-        from ropewalk.checkpoint.base import open_checkpoint
-        from ropewalk.checkpoint.hub import resolve
-        from ropewalk.kernels.team import warn_of_too_many
-        from ropewalk.model.config import ModelConfig
-        from ropewalk.model.rope_settings import override_rope
-        from ropewalk.text.chat import ChatTemplate
-        from ropewalk.text.tokenizer import Tokenizer
+    __signature__ = signature()
 
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[LLMKeywords]) -> None:
+        chosen = LLMOptions(**options)
         with ExitStack() as resources:
-            checkpoint = resources.enter_context(open_checkpoint(resolve(model, progress=progress)))
-            if quantize is not None:
-                from ropewalk.quantize import Requantized
-
-                checkpoint = resources.enter_context(Requantized(checkpoint, quantize, n_threads=n_threads))
-            config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
-            config = override_rope(config, rope_scaling, rope_base)
-            tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
-            template = ChatTemplate.from_metadata(checkpoint.metadata)
-            if n_threads is not None:
-                check_count("n_threads", n_threads)
-                warn_of_too_many(n_threads)
-            check_context(context_length, config.context_length)  # packing takes a while: refuse before it
-            check_draft(draft, draft_tokens, kv_cache=kv_cache)
-            if draft is not None:
-                check_count("token_budget", token_budget)
-                draft = open_speculator(
-                    draft,
-                    draft_tokens,
-                    tokenizer,
-                    config.vocab_size,
-                    n_threads=n_threads,
-                    token_budget=token_budget,
-                    progress=progress,
-                )
-                resources.callback(draft.drafter.close)
-            loras = open_loras(adapters or {}, config, checkpoint)
-            backend = CpuBackend(
-                checkpoint,
-                config,
-                n_threads=n_threads,
-                progress=_in_steps(progress),
-                adapters=list(loras.values()),
-            )
-            resources.callback(backend.close)
-            self._start(
-                backend,
-                tokenizer,
-                template,
-                context_length=context_length,
-                kv_memory=kv_memory,
-                kv_tokens=kv_tokens,
-                cache_dtype=cache_dtype,
-                max_batch=max_batch,
-                token_budget=token_budget,
-                kv_cache=kv_cache,
-                prefix_cache=prefix_cache,
-                cache_dir=cache_dir,
-                cache_dir_size=cache_dir_size,
-                draft=draft,
-                adapters={name: lora.digest for name, lora in loras.items()},
-            )
+            self._start(open_parts(model, chosen, resources), chosen)
             self._resources = resources.pop_all()
 
     @classmethod
     def from_parts(
-        cls, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None = None, **options: Any
-    ) -> Self:
-        """Make an `LLM` of your own backend, tokenizer and chat template; `options` are those of `LLM`."""
-        llm = cls.__new__(cls)
-        llm._start(backend, tokenizer, template, **options)
-        llm._resources = ExitStack()
-        llm._resources.callback(backend.close)
-        if llm._speculator is not None:
-            llm._resources.callback(llm._speculator.drafter.close)
-        return llm
-
-    def _start(
-        self,
+        cls,
         backend: Backend,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: ChatTemplate | None = None,
         *,
-        context_length: int | None = None,
-        kv_memory: str | float | None = None,
-        kv_tokens: int | None = None,
-        cache_dtype: str = "float16",
-        max_batch: int = 16,
-        token_budget: int = 512,
-        kv_cache: bool = True,
-        prefix_cache: bool = True,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_size: str | float | None = None,
-        draft: Draft | None = None,
-        draft_tokens: int | None = None,
         adapters: Mapping[str, str] | None = None,
-    ) -> None:
-        check_count("token_budget", token_budget)
-        check_draft(draft, draft_tokens, kv_cache=kv_cache)
-        speculator = None
-        if draft is not None:
-            speculator = open_speculator(
-                draft,
-                draft_tokens,
-                tokenizer,
-                backend.config.vocab_size,
-                n_threads=None,
-                token_budget=token_budget,
-            )
-        draft_page_bytes = 0 if speculator is None else speculator.drafter.page_bytes(cache_dtype)
-        size = cache_size(
-            model_context=backend.config.context_length,
-            page_bytes=backend.page_bytes(cache_dtype) + draft_page_bytes,
-            free_bytes=backend.free_bytes,
-            max_batch=max_batch,
-            context_length=context_length,
-            kv_tokens=kv_tokens,
-            kv_memory=kv_memory,
-        )
-        self.backend = backend
-        self.tokenizer = tokenizer
-        self.chat_template = template
-        self.config = backend.config
-        self.context_length = size.context_length
-        self.max_batch = max_batch
-        self._passes = Passes(backend, cache_dtype, token_budget)
-        engine = Engine(
-            backend,
-            context_length=size.context_length,
-            kv_tokens=size.kv_tokens,
-            cache_dtype=cache_dtype,
-            end_ids=tokenizer.eos_ids,
-            max_batch=max_batch,
-            token_budget=token_budget,
-            keep_cache=kv_cache,
-            prefix_cache=prefix_cache,
-            speculator=speculator,
-            adapters=adapters,
-            cache_dir=cache_dir,
-            cache_dir_bytes=disk_bytes(cache_dir, cache_dir_size),
-        )
-        self._speculator = speculator
-        self.driver = Driver(engine, tokenizer)
+        **options: Unpack[EngineKeywords],
+    ) -> Self:
+        """Make an `LLM` of your own backend, tokenizer and chat template, which it closes at its end.
+
+        Parameters
+        ----------
+        adapters : mapping of str to str, optional
+            Names of the backend's low-rank adapters, in its order, and what tells the content of each from any other's.
+        **options
+            Those of `LLM` that do not say how a model's file is read.
+        """
+        llm = cls.__new__(cls)
+        chosen = EngineOptions(**options)
+        with ExitStack() as resources:
+            speculator = speculator_of(chosen, tokenizer, backend.config.vocab_size, resources)
+            llm._start(Parts(backend, tokenizer, template, adapters or {}, speculator), chosen)
+            resources.callback(backend.close)
+            llm._resources = resources.pop_all()
+        return llm
+
+    def _start(self, parts: Parts, options: EngineOptions) -> None:
+        self.backend = parts.backend
+        self.config = parts.backend.config
+        self.tokenizer = parts.tokenizer
+        self.chat_template = parts.template
+        self.max_batch = options.max_batch
+        self._speculator = parts.speculator
+        self.driver = Driver(parts.new_engine(options), parts.tokenizer)
+        self.context_length = self.driver.engine.context_length
+        self.prompts = Prompts(self.driver, parts.template)
+        self._passes = Passes(parts.backend, options.cache_dtype, options.token_budget)
 
     # Generating.
 
@@ -317,7 +188,7 @@ class LLM:
         PromptError, InvalidParameterError
             Before anything runs, if one of the prompts or parameters cannot be used.
         """
-        return self._run(prompts, params, priority, constraint)
+        return self._run(self.prompts.prepare_all(prompts, params, priority, constraint))
 
     def chat(
         self,
@@ -345,10 +216,7 @@ class LLM:
         PromptError, InvalidParameterError
             As in `generate`.
         """
-        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str)
-        conversations: Any = messages if several else [messages]
-        prompts = [self._render(conversation, tools) for conversation in conversations]
-        return self._run(prompts, params, priority, constraint)
+        return self._run(self.prompts.prepare_chats(messages, params, tools, priority, constraint))
 
     def stream(
         self,
@@ -363,8 +231,7 @@ class LLM:
         With several completions (`params.n`) their chunks take turns; `StreamChunk.index` tells them apart.
 
         Closing the iterator ends the request and frees its pages; `fork` makes another one that goes on from where it
-        is. Prompt and parameters are checked at once,
-        the request starts with the first `next`.
+        is. Prompt and parameters are checked at once, the request starts with the first `next`.
 
         Raises
         ------
@@ -373,9 +240,7 @@ class LLM:
         GenerationError
             From the iterator, if the request fails.
         """
-        return self._stream(
-            self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint)
-        )
+        return self._stream(self.prompts.prepare(prompt, params, priority=priority, constraint=constraint))
 
     def stream_chat(
         self,
@@ -387,10 +252,30 @@ class LLM:
         constraint: Constraint | None = None,
     ) -> Stream:
         """Answer a conversation as `chat` does, chunk by chunk as `stream` does."""
-        prompt = self._render(messages, tools)
         return self._stream(
-            self._prepare(prompt, params or SamplingParams(), priority, constraint=constraint)
+            self.prompts.prepare_chat(messages, params, tools=tools, priority=priority, constraint=constraint)
         )
+
+    def _run(self, prepared: Sequence[Prepared]) -> list[RequestOutput]:
+        generations: list[Generation] = []
+        try:
+            for item in prepared:
+                generations.append(item.submit(self.driver))
+            for generation in generations:
+                while not generation.ended:
+                    self.driver.advance(generation)
+        finally:
+            for generation in generations:
+                self.driver.drop(generation)
+        outputs = [generation.output for generation in generations]
+        for number, output in enumerate(outputs):
+            for error in (completion.error for completion in output.outputs):
+                if error is not None:
+                    warn(f"prompt {number} failed: {error}", RuntimeWarning)
+        return outputs
+
+    def _stream(self, prepared: Prepared) -> Stream:
+        return Stream(self.driver, lambda: prepared.submit(self.driver))
 
     # Text and numbers.
 
@@ -463,7 +348,7 @@ class LLM:
 
         No other thread can generate before the iterator has ended or was closed.
         """
-        ids = self._checked_ids(token_ids)
+        ids = self.prompts.checked_ids(token_ids)
         with self.driver.lock:
             self.driver.check_open()
             yield from self._passes.logits(ids, self.driver.engine.adapter_number(adapter))
@@ -492,7 +377,7 @@ class LLM:
         PromptError
             If context or a continuation has no tokens, too many together, or some outside the vocabulary.
         """
-        pairs = [self._context_and_rest(context, continuation) for continuation in continuations]
+        pairs = [self.prompts.context_and_rest(context, continuation) for continuation in continuations]
         scores: dict[int, Score] = {}
         number = self.driver.engine.adapter_number(adapter)
         with self.driver.lock:
@@ -536,8 +421,7 @@ class LLM:
         chosen = pooling or self.config.pooling or "last"
         if chosen not in POOLINGS[1:]:
             raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
-        prompts: Any = [texts] if isinstance(texts, str) or not _is_several(texts) else texts
-        ids = [self._checked_ids(self.encode(t) if isinstance(t, str) else t) for t in prompts]
+        ids = self.prompts.several_ids(texts)
         vectors = np.empty((len(ids), self.config.hidden_size), np.float32)
         with self.driver.lock:
             self.driver.check_open()
@@ -554,35 +438,6 @@ class LLM:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         return vectors
 
-    def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
-        _check_kind(token_ids)
-        most = self.context_length
-        check_prompt(token_ids, vocab_size=self.config.vocab_size, most=most, context_length=most)
-        return [int(token) for token in token_ids]
-
-    def _context_and_rest(self, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
-        """Token ids of a context, and of what follows it."""
-        before: Sequence[int] = self.encode(context) if isinstance(context, str) else context
-        if isinstance(context, str) and isinstance(continuation, str):
-            whole: Sequence[int] = self.encode(context + continuation)
-            n = next(
-                (i for i, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]),
-                len(before),
-            )
-        else:
-            rest = (
-                self.encode(continuation, add_special=False)
-                if isinstance(continuation, str)
-                else continuation
-            )
-            _check_kind(rest)
-            whole, n = [*self._checked_ids(before), *rest], len(before)
-        ids = self._checked_ids(whole)
-        if not 0 < n < len(ids):
-            what = "context" if n == 0 else "continuation"
-            raise PromptError(f"the {what} has no tokens of its own; at least one is needed")
-        return ids[:n], ids[n:]
-
     # Ending.
 
     def close(self) -> None:
@@ -591,192 +446,3 @@ class LLM:
             if not self.driver.closed:
                 self.driver.close()
                 self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # Behind the door.
-
-    def _render(self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> _Rendered:
-        if self.chat_template is None:
-            raise TemplateError(
-                "the model has no chat template: it is a base model, or its file lacks one; give it a plain prompt"
-            )
-        text = self.chat_template.render(messages, tools=tools)
-        return _Rendered(text, encode_chat(self.tokenizer, text), messages, tools)
-
-    def _fit(self, prompt: _Rendered, params: SamplingParams) -> tuple[_Rendered, SamplingParams]:
-        """Cut a prompt that `params` let be cut, and say what a slide keeps if they do not; see `truncation`."""
-        ids, messages = prompt.ids, prompt.messages
-        most = most_tokens(len(ids), params, self.context_length)
-        if most == len(ids) and not params.slide:
-            return prompt, params
-        if params.keep_tokens is None:
-            params = replace(params, keep_tokens=self._head(prompt))
-        if most == len(ids):
-            return prompt, params
-        if messages is None:
-            cut = replace(prompt, ids=cut_tokens(ids, most, params.keep_tokens or 0))
-        else:
-            shorter = prompt
-
-            def encode(conversation: Conversation) -> Sequence[int]:
-                nonlocal shorter
-                shorter = self._render(conversation, prompt.tools)
-                return shorter.ids
-
-            cut_turns(messages, ids, most, encode)
-            cut = shorter
-        n_truncated = len(ids) - len(cut.ids)
-        what = "its middle was" if messages is None else "its oldest turns were"
-        warnings.warn(
-            f"a prompt of {len(ids)} tokens was cut to {len(cut.ids)}: {what} left out",
-            TruncationWarning,
-            stacklevel=4,
-        )
-        return replace(cut, n_truncated=n_truncated), params
-
-    def _head(self, prompt: _Rendered) -> int:
-        """Tokens at the beginning of a prompt that are never left out."""
-        ids, messages = prompt.ids, prompt.messages
-        n_start = int(len(ids) > 1 and self.tokenizer.bos_id is not None and ids[0] == self.tokenizer.bos_id)
-        if messages is None:
-            return n_start
-
-        def encode(conversation: Conversation) -> Sequence[int]:
-            return self._render(conversation, prompt.tools).ids
-
-        return max(n_start, head_tokens(messages, ids, encode, self.tokenizer.is_special))
-
-    def _prepare(
-        self,
-        prompt: Prompt | _Rendered,
-        params: SamplingParams,
-        priority: int,
-        *,
-        constraint: Constraint | None = None,
-    ) -> _Prepared:
-        self.driver.check_open()
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(f"params is {params!r}; allowed: SamplingParams")
-        if isinstance(prompt, str):
-            prompt = _Rendered(prompt, self.encode(prompt))
-        elif not isinstance(prompt, _Rendered):
-            _check_kind(prompt)
-            prompt = _Rendered(None, prompt)
-        prompt, params = self._fit(prompt, params)
-        ids = prompt.ids
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
-        self.driver.engine.validate(ids, params)
-        if constraint is not None and (params.ignore_eos or params.min_tokens):
-            name = "ignore_eos" if params.ignore_eos else "min_tokens"
-            raise InvalidParameterError(
-                f"{name} is {getattr(params, name)!r}; allowed: the default, since a constraint says where outputs end"
-            )
-        return _Prepared(prompt.text, ids, params, priority, constraint, prompt.n_truncated)
-
-    def _submit(self, prepared: _Prepared) -> Generation:
-        generation = self.driver.submit(
-            lambda engine: engine.add_request(
-                prepared.ids, prepared.params, priority=prepared.priority, constraint=prepared.constraint
-            ),
-            prepared.text,
-        )
-        generation.n_truncated = prepared.n_truncated
-        return generation
-
-    def _run(
-        self, prompts: Any, params: Any, priority: Any, constraint: Constraint | None
-    ) -> list[RequestOutput]:
-        prepared = [
-            self._prepare(*each, constraint=constraint) for each in _together(prompts, params, priority)
-        ]
-        generations: list[Generation] = []
-        try:
-            for item in prepared:
-                generations.append(self._submit(item))
-            for generation in generations:
-                while not generation.ended:
-                    self.driver.advance(generation)
-        finally:
-            for generation in generations:
-                self.driver.drop(generation)
-        outputs = [generation.output for generation in generations]
-        for number, output in enumerate(outputs):
-            for error in (completion.error for completion in output.outputs):
-                if error is not None:
-                    warnings.warn(f"prompt {number} failed: {error}", RuntimeWarning, stacklevel=3)
-        return outputs
-
-    def _stream(self, prepared: _Prepared) -> Stream:
-        return Stream(self.driver, lambda: self._submit(prepared))
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """A prompt as token ids, with what is known of where they come from."""
-
-    text: str | None
-    ids: Sequence[int]
-    messages: Conversation | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    n_truncated: int = 0
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A request that was checked and can be submitted."""
-
-    text: str | None
-    ids: Sequence[int]
-    params: SamplingParams
-    priority: int
-    constraint: Constraint | None = None
-    n_truncated: int = 0
-
-
-def _together(prompts: Any, params: Any, priority: Any) -> Iterable[tuple[Any, SamplingParams, int]]:
-    """Return each prompt with its parameters and its priority."""
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise _not_a_prompt(prompts)
-    else:
-        prompts = list(prompts)
-        if prompts and isinstance(prompts[0], int | np.integer):
-            prompts = [prompts]
-    if not isinstance(params, Sequence):
-        params = [SamplingParams() if params is None else params] * len(prompts)
-    if not isinstance(priority, Sequence):
-        priority = [priority] * len(prompts)
-    for name, values in (("params", params), ("priorities", priority)):
-        if len(values) != len(prompts):
-            raise InvalidParameterError(f"there are {len(values)} {name} for {len(prompts)} prompts")
-    return zip(prompts, params, priority, strict=True)
-
-
-def _in_steps(progress: Progress | None) -> Callable[[str, float], None] | None:
-    """Turn a progress of `done` of `total` into one of shares, which a backend reports."""
-    if progress is None:
-        return None
-    return lambda what, share: progress(what, round(100 * share), 100)
-
-
-def _is_several(texts: Any) -> bool:
-    """Whether it is texts, not the token ids of one."""
-    return not (len(texts) and isinstance(texts[0], int | np.integer))
-
-
-def _check_kind(ids: object) -> None:
-    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes):
-        raise _not_a_prompt(ids)
-
-
-def _not_a_prompt(value: object) -> PromptError:
-    return PromptError(f"a prompt is {value!r}; allowed: a string or a sequence of token ids")

@@ -1,0 +1,36 @@
+"""The options of `LLM`: keywords for type checkers and for `help`, and the values themselves, agree."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from ropewalk import LLM
+from ropewalk.options import EngineKeywords, EngineOptions, LLMKeywords, LLMOptions
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"), [(EngineKeywords, EngineOptions), (LLMKeywords, LLMOptions)]
+)
+def test_type_checkers_see_the_types_of_the_fields(keywords, options):
+    told = {name: kind.__forward_arg__ for name, kind in keywords.__annotations__.items()}
+    assert told == {field.name: field.type for field in dataclasses.fields(options)}
+
+
+def test_help_shows_names_and_defaults():
+    shown = {p.name: (p.kind, p.default) for p in inspect.signature(LLM).parameters.values()}
+    assert shown.pop("model") == (inspect.Parameter.POSITIONAL_OR_KEYWORD, "smollm2-135m")
+    assert shown == {
+        f.name: (inspect.Parameter.KEYWORD_ONLY, f.default) for f in dataclasses.fields(LLMOptions)
+    }
+    assert shown["max_batch"] == (inspect.Parameter.KEYWORD_ONLY, 16)
+
+
+def test_every_option_is_documented():
+    for field in dataclasses.fields(LLMOptions):
+        assert f"    {field.name} : " in LLM.__doc__
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(TypeError, match="'context'"):
+        LLM("no-such-model", context=3)
