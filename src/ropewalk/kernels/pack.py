@@ -196,13 +196,13 @@ def _put_4(codes, c, q, at):
 
 
 def _put_5(codes, c, q, at):
-    _put_nibbles(codes, c, q, at)
-    _put_bit_plane(codes, c, q, at + 64, 4)
+    _put_bit_plane(codes, c, q, at, 4)
+    _put_nibbles(codes, c, q, at + 16)
 
 
 def _put_6(codes, c, q, at):
-    _put_nibbles(codes, c, q, at)
-    _put_two_bit_planes(codes, c, q, at + 64, 4)
+    _put_two_bit_planes(codes, c, q, at, 4)
+    _put_nibbles(codes, c, q, at + 32)
 
 
 def _put_2(codes, c, q, at):
@@ -210,8 +210,8 @@ def _put_2(codes, c, q, at):
 
 
 def _put_3(codes, c, q, at):
-    _put_two_bit_planes(codes, c, q, at, 0)
-    _put_bit_plane(codes, c, q, at + 32, 2)
+    _put_bit_plane(codes, c, q, at, 2)
+    _put_two_bit_planes(codes, c, q, at + 16, 0)
 
 
 def _put_8(codes, c, q, at):

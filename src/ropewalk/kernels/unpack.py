@@ -35,8 +35,8 @@ def _nibbles(p):
 
 
 def _nibbles_and_bit(p):
-    a, b, c, d = load_bytes(p), load_bytes(p + 64), load_bytes(p + 128), load_bytes(p + 192)
-    bit = load_bytes(p + 256)
+    bit = load_bytes(p)
+    a, b, c, d = load_bytes(p + 64), load_bytes(p + 128), load_bytes(p + 192), load_bytes(p + 256)
     return (
         a & 15 | (bit << 4) & 16,
         a >> 4 | (bit << 3) & 16,
@@ -50,8 +50,8 @@ def _nibbles_and_bit(p):
 
 
 def _nibbles_and_two_bits(p):
-    a, b, c, d = load_bytes(p), load_bytes(p + 64), load_bytes(p + 128), load_bytes(p + 192)
-    e, f = load_bytes(p + 256), load_bytes(p + 320)
+    e, f = load_bytes(p), load_bytes(p + 64)
+    a, b, c, d = load_bytes(p + 128), load_bytes(p + 192), load_bytes(p + 256), load_bytes(p + 320)
     return (
         a & 15 | (e << 4) & 48,
         a >> 4 | (e << 2) & 48,
@@ -70,7 +70,7 @@ def _two_bits(p):
 
 
 def _three_bits(p):
-    e, f, bit = load_bytes(p), load_bytes(p + 64), load_bytes(p + 128)
+    bit, e, f = load_bytes(p), load_bytes(p + 64), load_bytes(p + 128)
     return (
         e & 3 | (bit << 2) & 4,
         (e >> 2) & 3 | (bit << 1) & 4,
