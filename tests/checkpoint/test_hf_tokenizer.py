@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import struct
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 import tokenizers
 
 from ropewalk.checkpoint.base import open_checkpoint
-from ropewalk.checkpoint.hf_tokenizer import tokenizer_metadata
+from ropewalk.checkpoint.hf_tokenizer import RULE_NAMES, tokenizer_metadata
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.text.chat import ChatTemplate
+from ropewalk.text.presplit import RULES
 from ropewalk.text.tokenizer import Tokenizer
 
 TEXTS = ("the heat and a hat", "12 345's", "  he  a\n\ta", "café 日本", "", "a</s>b")
@@ -297,3 +299,24 @@ def test_the_default_model_exported_and_read_again(tmp_path, smollm2):
         assert (a.eos_ids, a.add_bos) == (b.eos_ids, b.add_bos)
         key = "tokenizer.chat_template"
         assert original.metadata[key] == read_again.metadata[key]
+
+
+@pytest.mark.parametrize(("rule", "name"), RULE_NAMES.items(), ids=RULE_NAMES.values())
+def test_a_rule_that_is_named_cuts_as_the_expressions_it_was_named_for(rule, name):
+    """On 300 texts of letters with and without case, marks, digits, signs and spaces of many scripts."""
+    letters = list(
+        "aAbZ's'T'LL'd 019  \n\r\t.,!/{}_-ÄßéñΩжЖǅʰ中文日本のカ한국어ไทยअनुمرحبا٣½²À\u0301\u3000…“”$+`~"
+    )
+    expressions, whole_words = rule
+    cuts = [
+        tokenizers.pre_tokenizers.Sequence(
+            [tokenizers.pre_tokenizers.Split(tokenizers.Regex(e), "isolated") for e in of]
+        )
+        for of in (expressions, RULES[name].patterns)
+    ]
+    assert RULES[name].ignore_merges == whole_words
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices(letters, k=draw.randint(1, 30)))
+        theirs, ours = (cut.pre_tokenize_str(text) for cut in cuts)
+        assert theirs == ours, text

@@ -2,6 +2,8 @@
 
 import json
 import lzma
+import random
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.errors import CheckpointError, PromptError, UnsupportedModelError
+from ropewalk.text.presplit import RULES
 from ropewalk.text.stream import StreamDecoder
 from ropewalk.text.tokenizer import Tokenizer
 
@@ -84,10 +88,36 @@ def test_ids_equal_llama_cpp_under_every_rule(metadata_of, fixture, texts):
 
 
 def reference_departs(rule: str, text: bytes) -> bool:
-    """llama.cpp hides spaces beyond ASCII from a class of this rule; the model's own tokenizer does not."""
-    return rule == "deepseek-coder" and any(
-        c.isspace() and ord(c) > 0x7FF for c in text.decode("utf-8", "ignore")
-    )
+    """Where llama.cpp does not cut a text as the model's own tokenizer does.
+
+    It hides spaces beyond ASCII from a class of deepseek-coder's rule, and in two rules that go by case it counts only
+    A to Z and a to z as having one, and no marks as letters.
+    """
+    chars = [c for c in text.decode("utf-8", "ignore") if ord(c) > 0x7F]
+    if rule in ("tekken", "gpt-4o"):
+        return any(unicodedata.category(c) in ("Lu", "Ll", "Lt", "Mn", "Mc", "Me") for c in chars)
+    return rule == "deepseek-coder" and any(c.isspace() and ord(c) > 0x7FF for c in chars)
+
+
+def test_rules_by_case_cut_as_their_models_do():
+    """The published expressions of Mistral's Tekken and of GPT-4o, on letters with and without case, and marks."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead, rest = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    published = {
+        "tekken": rf"{lead}{upper}*{lower}+|{lead}{upper}+{lower}*|\p{{N}}|{rest}",
+        "gpt-4o": rf"{lead}{upper}*{lower}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        rf"|{lead}{upper}+{lower}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}|{rest}",
+    }
+    letters = list("aAbZ's'T'LL'd 019  \n\r\t.,!/{}_-ÄßéñΩжЖǅʰ中文日本のカ한국어ไทยअनुमرحبا٣½²À́\u3000…“”")
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(letters, k=draw.randint(1, 30))) for _ in range(500)]
+    texts += ["ПриветМир ДОМа", "नमस्ते दुनिया", "ÉCOLE Élysée's"]
+    for name, expression in published.items():
+        (ours,) = RULES[name].patterns
+        cut, same = (pre_tokenizers.Split(Regex(e), "isolated") for e in (expression, ours))
+        for text in texts:
+            assert same.pre_tokenize_str(text) == cut.pre_tokenize_str(text), (name, text)
+    assert [word for word, _ in same.pre_tokenize_str("नमस्ते दुनिया")] == ["नमस्ते", " दुनिया"]
 
 
 @pytest.mark.filterwarnings("ignore:the prompt starts with the BOS token")

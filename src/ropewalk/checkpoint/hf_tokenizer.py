@@ -43,12 +43,34 @@ def _gpt4(digits: str) -> str:
     )
 
 
+def _cased(endings: str, digits: str) -> str:
+    lead, upper, lower = (
+        r"[^\r\n\p{L}\p{N}]?",
+        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    )
+    return (
+        rf"{lead}{upper}*{lower}+{endings}|{lead}{upper}+{lower}*{endings}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 RULE_NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((r"\p{N}", _GPT2), False): "smollm",
     ((_gpt4(r"\p{N}{1,3}"),), True): "llama-bpe",
     ((_gpt4(r"\p{N}{1,3}"),), False): "glm4",
     ((_gpt4(r"\p{N}"),), False): "qwen2",
+    ((_cased("", r"\p{N}"),), True): "tekken",
+    ((_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),), False): "gpt-4o",
+    (_DEEPSEEK_V3, False): "deepseek-v3",
 }
 """GGUF's names of pre-split rules, by the expressions in the order of use and whether whole words come first."""
 
@@ -182,7 +204,10 @@ def _byte_level(
     whole_words = model.get("ignore_merges", False) is True
     metadata: dict[str, object] = {"tokenizer.ggml.model": "gpt2"}
     metadata["tokenizer.ggml.merges"] = [f"{a} {b}" for a, b in merges]
-    if name := RULE_NAMES.get((patterns, whole_words)):
+    escaped = tuple(
+        p.replace("\r", r"\r").replace("\n", r"\n") for p in patterns
+    )  # they may hold the characters
+    if name := RULE_NAMES.get((escaped, whole_words)):
         metadata["tokenizer.ggml.pre"] = name
     else:
         metadata["tokenizer.ggml.pre"] = "ropewalk-own"
