@@ -1,7 +1,12 @@
 """Whole models: mixes are those of real files, files are read again, nothing is overwritten, loading quantizes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +19,16 @@ from ropewalk.checkpoint.base import open_checkpoint
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.mixes import MIXES, Place, format_for, mix_named, place_of
 from ropewalk.checkpoint.quants import FORMATS
-from ropewalk.checkpoint.writer import NewTensor, write_gguf
+from ropewalk.checkpoint.writer import NewTensor, header, write_gguf
 from ropewalk.cli.app import build
 from ropewalk.encoder import encode_rows
-from ropewalk.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, PromptError
+from ropewalk.errors import (
+    CheckpointError,
+    InvalidParameterError,
+    ModelNotFoundError,
+    PromptError,
+    UnsupportedModelError,
+)
 from ropewalk.imatrix import Sums, collect, read_imatrix, split_windows, write_imatrix
 from ropewalk.model.config import ModelConfig
 from ropewalk.quantize import Requantized, plan_formats, quantize_model
@@ -184,6 +195,90 @@ def test_it_never_overwrites_its_source_nor_anything_unasked(tmp_path, small):
     assert copy.read_bytes() == small.read_bytes()
 
 
+def test_what_a_format_cannot_hold_is_refused_by_the_tensors_name(tmp_path, small):
+    with open_checkpoint(small) as model:
+        arrays = {n: model.tensor(n).copy() for n in model.tensors}
+        metadata = dict(model.metadata)
+    arrays["blk.1.ffn_up.weight"][3, 5] = 70000
+    path, out = tmp_path / "m.gguf", tmp_path / "o.gguf"
+    tensors = [NewTensor(n, a.shape, FORMATS["F32"]) for n, a in arrays.items()]
+    write_gguf(path, metadata, tensors, ([a.view(np.uint8)] for a in arrays.values()))
+    with open_checkpoint(path) as model:
+        with pytest.raises(
+            UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight: .* 70000 .*F16 holds.*BF16"
+        ):
+            quantize_model(model, out, MIXES["F16"])
+        assert list(tmp_path.iterdir()) == [path]
+        quantize_model(model, out, MIXES["Q4_K_M"])
+    assert abs(open_gguf(out).tensor("blk.1.ffn_up.weight")[3, 5] / 70000 - 1) < 0.01
+
+
+def test_devices_and_the_model_itself_are_never_replaced(tmp_path, small):
+    text = tmp_path / "t.txt"
+    text.write_text("ab ab " * 40)
+    before, device = small.read_bytes(), Path(os.devnull)
+    runner, app = CliRunner(), build()
+    for verb in (["quantize", str(small)], ["imatrix", str(small), str(text), "--window", "16"]):
+        for target, words in ((device, "device or pipe"), (small, "is the model itself")):
+            result = runner.invoke(app, [*verb, "-o", str(target), "--overwrite"])
+            assert (result.exit_code, words in result.stderr) == (1, True)
+    with pytest.raises(CheckpointError, match="device or pipe"):
+        write_gguf(device, {}, [], [])
+    assert device.is_char_device()
+    assert small.read_bytes() == before
+
+
+def sparse_model(path: Path, n: int, rows: int, columns: int) -> None:
+    """A file of n float16 matrices of zeros, which takes no room on the disk."""
+    tensors = [NewTensor(f"blk.{i}.ffn_up.weight", (rows, columns), FORMATS["F16"]) for i in range(n)]
+    start = header({"general.architecture": "llama", "llama.block_count": n}, tensors)
+    with path.open("wb") as f:
+        f.write(start)
+        f.truncate(len(start) + sum(t.n_bytes for t in tensors))
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from ropewalk.checkpoint.base import open_checkpoint
+from ropewalk.checkpoint.mixes import MIXES
+from ropewalk.quantize import quantize_model
+peaks = []
+for source in sys.argv[1:]:
+    with open_checkpoint(Path(source)) as model:
+        quantize_model(model, Path(source + ".out"), MIXES["Q8_0"], n_threads=2)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(*peaks)
+"""
+
+
+def test_memory_is_that_of_one_tensor(tmp_path):
+    sparse_model(tmp_path / "small.gguf", 1, 256, 256)
+    sparse_model(tmp_path / "large.gguf", 12, 2048, 4096)  # 16 MiB each, 192 MiB in all
+    paths = [str(tmp_path / name) for name in ("small.gguf", "large.gguf")]
+    done = subprocess.run([sys.executable, "-c", CHILD, *paths], capture_output=True, text=True, check=True)
+    first, second = map(int, done.stdout.split())
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert (second - first) * unit < 64 << 20
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_leaves_no_file(tmp_path, name):
+    source = tmp_path / "m.gguf"
+    sparse_model(source, 40, 2048, 4096)
+    command = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command += "from ropewalk.cli import main; main()"
+    arguments = ["quantize", str(source), "-o", str(tmp_path / "o.gguf"), "--type", "Q4_0", "--threads", "1"]
+    child = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=subprocess.PIPE, text=True)
+    while child.poll() is None and not list(tmp_path.glob(".o.gguf.*.part")):
+        time.sleep(0.02)
+    child.send_signal(getattr(signal, name))
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_quantizing_twice_is_told_and_unchanged_tensors_are_copied(tmp_path, small):
     with open_checkpoint(small) as model:
         quantize_model(model, tmp_path / "a.gguf", MIXES["Q4_K_M"])
@@ -308,6 +403,8 @@ def test_importance_must_fit_the_model(tmp_path, small):
         for importance, words in (
             ({"blk.9.attn_q.weight": np.ones(256, np.float32)}, "which the model does not have"),
             ({"blk.0.attn_q.weight": np.ones(255, np.float32)}, r"has shape \[255\]"),
+            ({"blk.0.attn_q.weight": -np.ones(256, np.float32)}, "not finite and at least 0"),
+            ({"blk.0.attn_q.weight": np.full(256, np.nan, np.float32)}, "not finite and at least 0"),
         ):
             with pytest.raises(InvalidParameterError, match=words):
                 quantize_model(model, tmp_path / "m.gguf", MIXES["Q4_0"], importance=importance)

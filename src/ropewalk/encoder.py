@@ -5,6 +5,8 @@ This module does not know files, tensors' names or mixes of formats.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +117,24 @@ ENCODERS: Mapping[str, Callable[[Floats, Floats], Bytes]] = {
 }
 """From float32 rows and the importance of their columns to blocks, for every format that can be quantized to."""
 
+_HALF = 65504.0
+LARGEST: Mapping[str, float] = {
+    "F16": _HALF,
+    "BF16": (2 - 2**-7) * 2.0**127,
+    "Q4_0": 7 * _HALF,
+    "Q4_1": _HALF,
+    "Q5_0": 15 * _HALF,
+    "Q5_1": _HALF,
+    "Q8_0": 127 * _HALF,
+    "Q2_K": 15 * _HALF,
+    "Q3_K": 31 * 3 * _HALF,
+    "Q4_K": 63 * _HALF,
+    "Q5_K": 63 * _HALF,
+    "Q6_K": 127 * 31 * _HALF,
+    "IQ4_NL": 113 * _HALF,
+}
+"""The largest number of either sign that a format holds: its largest scale, or minimum, is the largest float16."""
+
 
 def encode_rows(x: Floats, fmt: BlockFormat, importance: Floats | None = None) -> Bytes:
     """Quantize rows, in this thread.
@@ -122,7 +142,7 @@ def encode_rows(x: Floats, fmt: BlockFormat, importance: Floats | None = None) -
     Parameters
     ----------
     x : float32 [rows, columns]
-        Columns a whole number of blocks; all finite.
+        Columns a whole number of blocks; all finite, none larger than the format holds (`LARGEST`).
     fmt : BlockFormat
     importance : float32 [columns], optional
         How much an error in each column matters, at least 0; default: all the same.
@@ -134,20 +154,46 @@ def encode_rows(x: Floats, fmt: BlockFormat, importance: Floats | None = None) -
     Raises
     ------
     UnsupportedModelError
-        There is no quantizer for this format, or a number is not finite.
+        There is no quantizer for this format, or it cannot hold a number.
     """
     if fmt.name == "F32":
         return x.view(np.uint8)
+    if fmt.name not in LARGEST:
+        raise UnsupportedModelError(f"cannot quantize to {fmt.name}; allowed: F32, {', '.join(LARGEST)}")
+    _check_size(x, fmt.name)
     if fmt.name in ("F16", "BF16"):
         return to_half(x, fmt).view(np.uint8)
-    if fmt.name not in ENCODERS:
+    return ENCODERS[fmt.name](x, _weights(x.shape[1], importance)).reshape(len(x), fmt.row_bytes(x.shape[1]))
+
+
+def _check_size(x: Floats, name: str) -> None:
+    largest = float(max(x.max(initial=0), -x.min(initial=0)))  # NaN, if there is one
+    if not math.isfinite(largest):
+        raise UnsupportedModelError(f"{largest} is among the weights, which {name} cannot hold")
+    if largest > LARGEST[name]:
+        fits = [n for n in ("F16", "BF16") if LARGEST[n] >= largest]
         raise UnsupportedModelError(
-            f"cannot quantize to {fmt.name}; allowed: F32, F16, BF16, {', '.join(ENCODERS)}"
+            f"a weight of size {largest:.6g} is more than {name} holds, which is {LARGEST[name]:.6g}; "
+            f"allowed: {', '.join([*fits, 'F32'])}"
         )
-    if not np.isfinite(x).all():
-        raise UnsupportedModelError("cannot quantize numbers that are not finite")
-    weights = np.ones(x.shape[1], F) if importance is None else importance
-    return ENCODERS[fmt.name](x, weights).reshape(len(x), fmt.row_bytes(x.shape[1]))
+
+
+def _weights(columns: int, importance: Floats | None) -> Floats:
+    """Importance as the kernels take it: only ratios count, so the largest becomes 1 and their sums stay finite."""
+    if importance is None or not (largest := importance.max(initial=0)) > 0:
+        return np.ones(columns, F)
+    weights: Floats = np.maximum(importance / largest, F(1e-12))
+    return weights
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool for `recode`; when an error or Ctrl-C ends its use, what has not begun is not begun."""
+    pool = ThreadPoolExecutor(n)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def recode(

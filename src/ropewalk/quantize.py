@@ -24,8 +24,8 @@ from ropewalk.checkpoint.base import Checkpoint, TensorInfo
 from ropewalk.checkpoint.mixes import Mix, format_for, mix_named, place_of
 from ropewalk.checkpoint.quants import BlockFormat, dequantize
 from ropewalk.checkpoint.writer import NewTensor, write_gguf
-from ropewalk.encoder import recode
-from ropewalk.errors import InvalidParameterError
+from ropewalk.encoder import recode, threads
+from ropewalk.errors import InvalidParameterError, UnsupportedModelError
 from ropewalk.kernels.team import available_threads
 
 Progress = Callable[[str, int, int], None]
@@ -94,7 +94,7 @@ def quantize_model(
     UserWarning
         Tensors that were quantized already are quantized once more: what they lost stays lost.
     """
-    _check_target(checkpoint, path, overwrite)
+    check_target(checkpoint, path, overwrite)
     chosen = plan_formats(checkpoint, mix)
     importance = dict(importance or {})
     _check_importance(checkpoint, importance)
@@ -109,9 +109,9 @@ def quantize_model(
         )
     metadata = dict(checkpoint.metadata)
     metadata |= {"general.file_type": mix.file_type, "general.quantization_version": 2}
-    threads = n_threads or available_threads()
-    with ThreadPoolExecutor(threads) as pool:
-        streams = _streams(checkpoint, chosen, importance, pool, threads, progress or (lambda *_: None))
+    n_threads = n_threads or available_threads()
+    with threads(n_threads) as pool:
+        streams = _streams(checkpoint, chosen, importance, pool, n_threads, progress or (lambda *_: None))
         write_gguf(path, metadata, tensors, streams)
     return Report(
         sum(info.n_bytes for info in checkpoint.tensors.values()),
@@ -125,9 +125,12 @@ def _was_quantized(info: TensorInfo, target: BlockFormat) -> bool:
     return info.format.name not in PLAIN and target is not info.format
 
 
-def _check_target(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
+def check_target(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
+    """Raise InvalidParameterError unless a file made from this model may be written there."""
     if path.is_dir():
         raise InvalidParameterError(f"{path} is a folder; name the file to write")
+    if path.exists() and not path.is_file():
+        raise InvalidParameterError(f"{path} is a device or pipe; name a file to write")
     if not path.parent.is_dir():
         raise InvalidParameterError(f"there is no folder {path.parent} to write {path.name} in")
     if path.exists():
@@ -148,6 +151,8 @@ def _check_importance(checkpoint: Checkpoint, importance: Mapping[str, Floats]) 
             raise InvalidParameterError(
                 f"the importance of {name} has shape {list(values.shape)}; the tensor's is {list(shape)}"
             )
+        if not np.isfinite(values).all() or values.min(initial=0) < 0:
+            raise InvalidParameterError(f"the importance of {name} is not finite and at least 0 everywhere")
 
 
 def _streams(
@@ -185,7 +190,10 @@ def _pieces(
     parts = raw.reshape(-1, *raw.shape[-2:]) if raw.ndim > 2 else raw.reshape(1, -1, raw.shape[-1])
     for i, rows in enumerate(parts):
         weights = importance[i] if importance is not None and importance.ndim > 1 else importance
-        yield from recode(rows, info.format, target, pool, n_threads, weights)
+        try:
+            yield from recode(rows, info.format, target, pool, n_threads, weights)
+        except UnsupportedModelError as e:
+            raise UnsupportedModelError(f"tensor {info.name}: {e}") from None
 
 
 class Requantized:
@@ -261,7 +269,7 @@ class Requantized:
         if name == "token_embd.weight" and self._embedding is not None:
             return self._embedding
         info, target = self._checkpoint.tensors[name], self._targets[name]
-        with ThreadPoolExecutor(self._n_threads) as pool:
+        with threads(self._n_threads) as pool:
             pieces = _pieces(self._checkpoint, info, target, None, pool, self._n_threads)
             shape = (*info.shape[:-1], target.row_bytes(info.shape[-1]))
             rows = np.concatenate(list(pieces)).reshape(shape)

@@ -1,5 +1,8 @@
 """Writing GGUF: two independent readers get back what was written; a failure leaves nothing behind."""
 
+import errno
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -34,6 +37,16 @@ TENSORS = [
 def data():
     rng = np.random.default_rng(1)
     return [rng.integers(0, 100, t.n_bytes, np.uint8) for t in TENSORS]
+
+
+def test_a_read_only_disk_is_told(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot write .*m\.gguf: Read-only file system"):
+        write_gguf(tmp_path / "m.gguf", METADATA, TENSORS, ([r] for r in data()))
 
 
 def test_our_reader_and_another_read_it(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ropewalk.checkpoint.quants import FORMATS, IQ4_LEVELS
-from ropewalk.encoder import ENCODERS, encode_rows
+from ropewalk.encoder import ENCODERS, LARGEST, encode_rows
 from ropewalk.errors import UnsupportedModelError
 
 
@@ -131,10 +131,34 @@ def test_pieces_and_lanes_do_not_show():
         assert np.array_equal(np.concatenate([encode_rows(r[None], FORMATS[name]) for r in x]), whole)
 
 
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_number_of_a_format_comes_back_and_a_larger_one_is_refused(name):
+    x = np.zeros((2, 256), np.float32)
+    x[0, 100], x[1, 7] = LARGEST[name], -LARGEST[name]
+    y = FORMATS[name].dequantize(encode_rows(x, FORMATS[name]))
+    assert np.abs(y - x).max() < 0.02 * LARGEST[name]
+    x[1, 7] *= np.float32(1.001)
+    with pytest.raises(UnsupportedModelError, match=rf"is more than {name} holds, .*allowed: .*F32"):
+        encode_rows(x, FORMATS[name])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_only_ratios_of_importance_count(name):
+    x = rows(np.random.default_rng(6))
+    importance = np.random.default_rng(7).random(512, np.float32) + np.float32(0.01)
+    importance[:64] = 0
+    first = encode_rows(x, FORMATS[name], importance)
+    for power in (-120, 60, 120):
+        assert np.array_equal(encode_rows(x, FORMATS[name], importance * np.float32(2.0**power)), first)
+    assert np.array_equal(encode_rows(x, FORMATS[name], 0 * importance), encode_rows(x, FORMATS[name]))
+
+
 def test_what_is_not_finite_and_formats_without_a_quantizer_are_refused():
     x = np.zeros((1, 256), np.float32)
     with pytest.raises(UnsupportedModelError, match="cannot quantize to IQ4_XS; allowed: F32"):
         encode_rows(x, FORMATS["IQ4_XS"])
-    x[0, 5] = np.nan
-    with pytest.raises(UnsupportedModelError, match="not finite"):
-        encode_rows(x, FORMATS["Q4_K"])
+    for number in (np.nan, -np.inf):
+        x[0, 5] = number
+        for name in LARGEST:
+            with pytest.raises(UnsupportedModelError, match=f"(nan|inf) is among the weights, which {name} "):
+                encode_rows(x, FORMATS[name])

@@ -129,7 +129,9 @@ def write_gguf(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place only when everything was written."""
+    """A file that takes its place only when everything was written; devices and pipes are not replaced by one."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"cannot write {path}: it is a folder, device or pipe")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with temporary.open("xb") as f:
@@ -140,4 +142,5 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     except OSError as e:
         raise CheckpointError(f"cannot write {path}: {e.strerror or e}") from e
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses even what is not there
+            temporary.unlink(missing_ok=True)

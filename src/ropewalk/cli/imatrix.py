@@ -20,11 +20,13 @@ def imatrix(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, .gguf.")],
     window: Annotated[int, typer.Option("--window", min=16, help="Tokens that are read together.")] = 512,
     windows: Annotated[int | None, typer.Option("--windows", min=1, help="At most so many windows.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Measure on a text how much each column of each matrix matters."""
     from ropewalk.checkpoint.base import open_checkpoint
     from ropewalk.imatrix import collect, split_windows, write_imatrix
     from ropewalk.model.config import ModelConfig
+    from ropewalk.quantize import check_target
     from ropewalk.text.tokenizer import Tokenizer
 
     try:
@@ -32,6 +34,7 @@ def imatrix(
     except OSError as error:
         raise PromptError(f"{text} cannot be read: {error.strerror}") from None
     with open_checkpoint(find(model)) as checkpoint, progress_on_stderr() as progress:
+        check_target(checkpoint, output, overwrite)
         config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
         tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
         start = tokenizer.encode("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ def quantize(
     from ropewalk.imatrix import read_imatrix
     from ropewalk.quantize import quantize_model
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
     mix = mix_named(kind)
     importance = None if imatrix is None else read_imatrix(imatrix)
     with open_checkpoint(find(model)) as checkpoint, progress_on_stderr() as progress:
