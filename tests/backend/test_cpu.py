@@ -150,7 +150,10 @@ def test_other_cpus_get_the_same_bits(smollm2, whole, environment):
 def test_k1_a_rung_that_cannot_be_used_is_refused(monkeypatch):
     from ropewalk.kernels import cpu
 
-    for value, message in (("avx512", "allowed: vnni"), ("avxvnni", "usable here: avx2, portable")):
+    for value, message in (
+        ("avx512", "allowed: amx, vnni"),
+        ("avxvnni", "lacks avxvnni; usable here: avx2, portable"),
+    ):
         monkeypatch.setenv("ROPEWALK_RUNG", value)
         monkeypatch.setattr(cpu, "cpu_features", lambda: frozenset({"avx2", "f16c", "fma"}))
         cpu.choose_rung.cache_clear()

@@ -36,7 +36,7 @@ def examine(threads: int | None) -> dict[str, Any]:
     from ropewalk.checkpoint.hub import cache_dir
     from ropewalk.kernels.bandwidth import measure_read_bandwidth
     from ropewalk.kernels.cache import cache_bytes, cache_folder
-    from ropewalk.kernels.cpu import RUNGS, choose_rung, cpu_features, cpu_identity, is_usable
+    from ropewalk.kernels.cpu import RUNGS, choose_rung, cpu_features, cpu_identity, refusal
     from ropewalk.kernels.team import available_threads, thread_limits
 
     features = cpu_features()
@@ -56,7 +56,8 @@ def examine(threads: int | None) -> dict[str, Any]:
         "kernels": {
             "chosen": rung.name,
             "reason": rung.reason,
-            "usable": [name for name in RUNGS if is_usable(name, features)],
+            "usable": [name for name in RUNGS if refusal(name) is None],
+            "not_usable": {name: why for name in RUNGS if (why := refusal(name))},
         },
         "threads": {
             "measured_with": n_threads,

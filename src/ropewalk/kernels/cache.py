@@ -41,23 +41,33 @@ UNUSED_S = 30 * 24 * 3600
 _SOURCE_FOLDER = Path(__file__).parent
 
 
-def source_hash(folder: Path = _SOURCE_FOLDER) -> str:
-    """Hash of everything that decides what the compiled kernels are: sources in `folder`, versions, CPU and rung."""
+def source_hash(folder: Path = _SOURCE_FOLDER, rung: str | None = None) -> str:
+    """Hash of all that decides what the compiled kernels are: sources in `folder`, versions, CPU and rung (default:
+    the one in use)."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    for fact in (numba.__version__, llvmlite.__version__, sys.version, *cpu_identity(), choose_rung().name):
+    for fact in (
+        numba.__version__,
+        llvmlite.__version__,
+        sys.version,
+        *cpu_identity(),
+        rung or choose_rung().name,
+    ):
         digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:20]
 
 
 @cache
-def cache_folder() -> Path:
-    """The folder of compiled kernels; a temporary one, with one log line, where the user's is not writable."""
+def cache_folder(rung: str | None = None) -> Path:
+    """The folder of compiled kernels; a temporary one, with one log line, where the user's is not writable.
+
+    `rung` asks for another rung's folder than that of the one in use.
+    """
     base = os.environ.get("ROPEWALK_HOME") or str(
         Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "ropewalk"
     )
-    wanted = Path(base) / "kernels" / source_hash()
+    wanted = Path(base) / "kernels" / source_hash(rung=rung)
     try:
         _open_folder(wanted)
     except OSError as error:

@@ -1,5 +1,6 @@
 """What this CPU may run: features, and the rung of the ladder that the integer dot product stands on.
 
+    amx       AMX int8         many tokens: one instruction multiplies tiles of 16 x 32 and 32 x 16 bytes; few: as vnni
     vnni      AVX-512 VNNI     one instruction multiplies 64 bytes and adds them in fours
     avxvnni   AVX-VNNI         the same on 32 bytes
     avx2      AVX2             two instructions and an addition on 32 bytes
@@ -10,6 +11,7 @@ NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are honoured, because they decide what LLV
 Knows nothing of models or arrays.
 """
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -19,11 +21,23 @@ import llvmlite.binding as llvm
 
 from ropewalk.errors import InvalidParameterError
 
-RUNGS = ("vnni", "avxvnni", "avx2", "portable")
+log = logging.getLogger("ropewalk")
+
+_AVX2, _VNNI = {"avx2", "f16c"}, {"avx512vnni", "avx512bw", "f16c"}
+_NEEDS = {  # LLVM's names of features
+    "amx": {"amx-tile", "amx-int8"} | _VNNI,
+    "vnni": _VNNI,
+    "avxvnni": {"avxvnni"} | _AVX2,
+    "avx2": _AVX2,
+    "portable": set(),
+}
+RUNGS = tuple(_NEEDS)
 
 # What LLVM may assume when NUMBA_CPU_NAME names a CPU: only those that people test with. Others are portable.
+_WITH_AMX = ("sapphirerapids", "emeraldrapids", "graniterapids")
 _NAMED_CPUS = {
-    "vnni": ("cascadelake", "icelake-client", "icelake-server", "sapphirerapids", "znver4", "znver5"),
+    "amx": _WITH_AMX,
+    "vnni": ("cascadelake", "icelake-client", "icelake-server", *_WITH_AMX, "znver4", "znver5"),
     "avxvnni": ("alderlake", "raptorlake", "meteorlake", "arrowlake", "sierraforest"),
     "avx2": ("haswell", "broadwell", "skylake", "skylake-avx512", "znver1", "znver2", "znver3", "x86-64-v3"),
 }
@@ -54,26 +68,26 @@ def cpu_identity() -> tuple[str, str]:
 def cpu_features() -> frozenset[str]:
     """LLVM's names of the features that the target CPU has, as far as they are known."""
     name, features = cpu_identity()
-    if os.environ.get("NUMBA_CPU_NAME") in (None, "host", ""):
-        return frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
     known = {f[1:] for f in features.split(",") if f.startswith("+")}
-    if name in _NAMED_CPUS["vnni"]:
-        known |= {"avx512vnni", "avx512f", "avx512bw", "avx2", "f16c", "fma"}
-    if name in _NAMED_CPUS["avxvnni"]:
-        known |= {"avxvnni", "avx2", "f16c", "fma"}
-    if name in _NAMED_CPUS["avx2"]:
-        known |= {"avx2", "f16c", "fma"}
+    if os.environ.get("NUMBA_CPU_NAME") not in (None, "host", ""):
+        for rung, names in _NAMED_CPUS.items():
+            if name in names:
+                known |= _NEEDS[rung] | {"fma"} | ({"avx512f", "avx2"} if rung == "vnni" else set())
     return frozenset(known - {f[1:] for f in features.split(",") if f.startswith("-")})
 
 
-def is_usable(rung: str, features: frozenset[str]) -> bool:
-    """Whether code of `rung` runs on a CPU with `features`."""
-    return {
-        "vnni": {"avx512vnni", "avx512bw", "f16c"} <= features,
-        "avxvnni": {"avxvnni", "avx2", "f16c"} <= features,
-        "avx2": {"avx2", "f16c"} <= features,
-        "portable": True,
-    }[rung]
+def refusal(rung: str) -> str | None:
+    """Why code of `rung` cannot run here, for people; None where it can."""
+    missing = _NEEDS[rung] - cpu_features()
+    if missing:
+        return f"the CPU lacks {', '.join(sorted(missing))}"
+    if rung == "amx":
+        from ropewalk.kernels.amx_check import (
+            amx_refusal,
+        )  # needs the folder of kernels, which needs this module
+
+        return amx_refusal()
+    return None
 
 
 @cache
@@ -83,21 +97,28 @@ def choose_rung() -> Rung:
     Raises
     ------
     InvalidParameterError
-        ROPEWALK_RUNG names no rung, or one that this CPU cannot run.
+        ROPEWALK_RUNG names no rung, or one that cannot be used here.
     """
-    features = cpu_features()
-    usable = [rung for rung in RUNGS if is_usable(rung, features)]
     forced = os.environ.get("ROPEWALK_RUNG")
     if forced:
-        if forced not in RUNGS:
-            raise InvalidParameterError(f"ROPEWALK_RUNG is {forced!r}; allowed: {', '.join(RUNGS)}")
-        if forced not in usable:
-            raise InvalidParameterError(
-                f"ROPEWALK_RUNG is {forced!r}, which this CPU cannot run; usable here: {', '.join(usable)}"
-            )
+        _check_forced(forced)
         return Rung(forced, "ROPEWALK_RUNG names it")
     name, _ = cpu_identity()
-    return Rung(usable[0], f"the best that {name} ({platform.machine()}) allows")
+    reason = f"the best that {name} ({platform.machine()}) allows"
+    if _NEEDS["amx"] <= cpu_features() and (refused := refusal("amx")):
+        log.warning("AMX tiles are not used: %s (ROPEWALK_RUNG=vnni stops asking)", refused)
+        reason += f" without AMX: {refused}"
+    return Rung(next(rung for rung in RUNGS if refusal(rung) is None), reason)
+
+
+def _check_forced(rung: str) -> None:
+    if rung not in RUNGS:
+        raise InvalidParameterError(f"ROPEWALK_RUNG is {rung!r}; allowed: {', '.join(RUNGS)}")
+    if refused := refusal(rung):
+        usable = ", ".join(name for name in RUNGS if refusal(name) is None)
+        raise InvalidParameterError(
+            f"ROPEWALK_RUNG is {rung!r}, which cannot be used: {refused}; usable here: {usable}"
+        )
 
 
 def has_native_half() -> bool:
