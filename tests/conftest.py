@@ -19,7 +19,15 @@ settings.register_profile(
     "fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
-settings.load_profile("random" if "ROPEWALK_SCHEDULES" in os.environ else "fixed")
+LONG = "ROPEWALK_SCHEDULES" in os.environ or "ROPEWALK_ROUNDS" in os.environ
+settings.load_profile("random" if LONG else "fixed")
+
+
+def pytest_collection_modifyitems(items):
+    """Take the limit of time from tests that were asked to try more than usual."""
+    for item in items if LONG else ():
+        item.add_marker(pytest.mark.timeout(0))
+
 
 MODEL_FILES = {
     "smollm2-135m": "smollm2-135m-instruct-q4_1.gguf",

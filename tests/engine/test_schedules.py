@@ -129,7 +129,7 @@ def test_d3_randomised_schedules_equal_each_request_alone(toy, data):
 
 
 @given(st.data())
-@settings(max_examples=SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(1, SCHEDULES // 4), deadline=None, suppress_health_check=list(HealthCheck))
 def test_d3_randomised_schedules_with_pages_on_disk_equal_each_request_alone(toy, data):
     """Pages that the small pool forgets come back from a folder; what is written is there at once."""
     with tempfile.TemporaryDirectory() as folder, patch.object(PageStore, "_put", PageStore._do):
