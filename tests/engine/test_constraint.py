@@ -127,7 +127,9 @@ class TestConstraint:
         )
         for _ in range(4):
             engine.step()
-        with pytest.raises(InvalidParameterError, match="n_output is 2; allowed under a constraint: all 4"):
+        with pytest.raises(
+            InvalidParameterError, match="n_output is 2; allowed under a constraint: the 4 that it was told"
+        ):
             engine.fork(request, n_output=2)
         fork = engine.fork(request, SamplingParams(seed=5, max_tokens=20, logit_bias=bias))
         run(engine)
@@ -142,8 +144,22 @@ class TestConstraint:
         failing = engine.add_request([1], SamplingParams(seed=1), constraint=Refusing())
         run(engine)
         assert (failing.n_output, type(failing.error)) == (1, GenerationError)
-        with pytest.raises(InvalidParameterError, match="before its end or failure"):
+        with pytest.raises(
+            InvalidParameterError, match="n_output is 1; allowed under a constraint: the 0 that it was told"
+        ):
             engine.fork(failing)
+
+    def test_nor_is_what_was_cut(self, toy):
+        """A stop string may end an output within what a step has drawn."""
+        engine = engine_of(toy)
+        request = engine.add_request(
+            [1], SamplingParams(seed=1, logit_bias={END: -100}), constraint=Climbing()
+        )
+        for _ in range(4):
+            engine.step()
+        engine.finish(request, "stop", "a stop string", n_output=2)
+        with pytest.raises(InvalidParameterError, match=r"n_output is 2; .* the 4 that it was told"):
+            engine.fork(request)
 
     def test_all_completions_are_queued_or_none(self, toy):
         engine = engine_of(toy)

@@ -259,6 +259,7 @@ class Engine:
             adapter=request.adapter,
             cache_key=request.cache_key,
             constraint=request.constraint.fork() if request.constraint else None,
+            n_told=n_output,
             logprobs=[] if params.logprobs is None else request.logprobs[:n_output],
             arrived_s=time.perf_counter(),
         )
@@ -327,11 +328,10 @@ class Engine:
             raise InvalidParameterError(
                 f"the output to be forked has the end token {found[0]}; allowed: with ignore_eos, or before it"
             )
-        if request.constraint is not None and (
-            n_output < request.n_output or request.constraint.ended or request.error is not None
-        ):
+        if request.constraint is not None and (n_output != request.n_told or request.constraint.ended):
             raise InvalidParameterError(
-                f"n_output is {n_output}; allowed under a constraint: all {request.n_output}, before its end or failure"
+                f"n_output is {n_output}; allowed under a constraint: the {request.n_told} that it was told, "
+                "and before its end"
             )
         if n_output and params.logprobs not in (None, request.params.logprobs):
             raise InvalidParameterError(

@@ -77,6 +77,8 @@ class Request:
         None until the end. `stop_reason` is the stop token or stop string; `error` belongs to "error".
     constraint : Constraint or None
         What its output must follow.
+    n_told : int
+        Tokens of the output that the constraint was told; of an output that was cut or failed, not its length.
     logprobs : list of Logprob
         One for each output token if they were asked for.
     traced_steps, traced_tokens : list of StepTrace, list of TokenTrace
@@ -102,6 +104,7 @@ class Request:
     adapter: int = -1
     cache_key: bytes = b""
     constraint: Constraint | None = None
+    n_told: int = 0
     n_computed: int = 0
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list, repr=False)
@@ -220,6 +223,7 @@ class Request:
         self.n_tokens += 1
         if self.constraint is not None:
             self.constraint.accept(token)
+            self.n_told = self.n_output
         if token in self.end_ids:
             self.finish_reason = "stop"
         elif token in self.params.stop_ids:
