@@ -174,6 +174,22 @@ class TestOptions:
         for text in ("gpt=c", "=a"):
             with pytest.raises(InvalidParameterError, match="expected NAME or NAME=MODEL, MODEL one of a, b"):
                 serve_verb.parse_alias(text, ["a", "b"])
+        assert serve_verb.read_aliases(["x=a", "y=b", "x=a"], ["a", "b"]) == {"x": "a", "y": "b"}
+        for texts in (["b=a"], ["x=a", "x=b"]):
+            with pytest.raises(InvalidParameterError, match="is the name of another model"):
+                serve_verb.read_aliases(texts, ["a", "b"])
+
+    def test_two_models_of_one_name(self):
+        assert serve_verb.by_name(["a.gguf", "b"]) == {"a": "a.gguf", "b": "b"}
+        with pytest.raises(InvalidParameterError, match=r"the name 'a': x/a\.gguf and y/a\.gguf"):
+            serve_verb.by_name(["x/a.gguf", "y/a.gguf"])
+
+    def test_origins(self):
+        for origin in ("*", "https://app.example", "http://localhost:3000", "app://obsidian.md"):
+            assert serve_verb.checked_origin(origin) == origin
+        for origin in ("https://app.example/", "app.example", "https://a.example/b", ""):
+            with pytest.raises(InvalidParameterError, match="without a path"):
+                serve_verb.checked_origin(origin)
 
     def test_host_names(self):
         assert serve_verb.hosts("127.0.0.1", [], guarded=False) == {"localhost"}
@@ -188,6 +204,8 @@ class TestOptions:
             (("--ssl-certfile", "x", "--ssl-keyfile", "y"), "there is no file x"),
             (("--port", "70000"), "--port"),
             (("--max-batch", "0"), "max-batch"),
+            (("--root-path", "llm"), "allowed: a path such as /llm"),
+            (("--root-path", "/lüm"), "allowed: a path such as /llm"),
         ],
     )
     def test_wrong_usage(self, ropewalk, arguments, message):
@@ -199,6 +217,8 @@ class TestOptions:
         for arguments, message in (
             (("no-such-model",), "no-such-model"),
             (("--alias", "a=b"), "expected NAME"),
+            (("--host", "192.0.2.1"), "host is '192.0.2.1' (Cannot assign requested address)"),
+            (("--ssl-certfile", __file__, "--ssl-keyfile", __file__), "allowed: PEM files that match"),
         ):
             done = ropewalk("serve", *arguments)
             assert done.exit_code == 1

@@ -59,7 +59,7 @@ class Running:
 def serving(llm, *, name="toy", options=None, engine=None, **settings):
     engine = engine or AsyncEngine(llm)
     app = make_app({name: engine}, options)
-    server = make_server(app, port=0, access_log=False, **settings)
+    server = make_server(app, access_log=False, **settings)
     ports = queue.Queue()
     thread = threading.Thread(target=server.run_telling, args=(ports.put,), daemon=True)
     thread.start()

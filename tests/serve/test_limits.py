@@ -233,6 +233,14 @@ class TestAccess:
         open_ = toy(options=ServerOptions(cors_origins=("https://app.example",), grace_s=1.0))
         answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers)
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        headers["access-control-request-headers"] = (
+            "authorization,content-type,x-stainless-os"  # of OpenAI's client
+        )
+        answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers)
+        assert (answer.status_code, "x-stainless-os" in answer.headers["access-control-allow-headers"]) == (
+            200,
+            True,
+        )
         assert (
             open_.get("/health", headers={"origin": "https://b.example"}).headers.get(
                 "access-control-allow-origin"

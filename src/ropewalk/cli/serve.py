@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,15 +89,21 @@ def serve(
     from ropewalk.async_engine import AsyncEngine
     from ropewalk.serve.app import make_app
     from ropewalk.serve.options import MIB, ServerOptions
-    from ropewalk.serve.server import make_server
+    from ropewalk.serve.server import bind, check_certificate, make_server
 
-    names = {name_of(model): model for model in models or [DEFAULT_MODEL]}
+    names = by_name(models or [DEFAULT_MODEL])
     keys = read_keys(api_key_file)
     if (ssl_certfile is None) != (ssl_keyfile is None):
         raise typer.BadParameter("--ssl-certfile and --ssl-keyfile belong together")
     for path in (ssl_certfile, ssl_keyfile):
         if path is not None and not path.is_file():
             raise typer.BadParameter(f"there is no file {one_line(path)}")
+    if ssl_certfile is not None and ssl_keyfile is not None:
+        check_certificate(str(ssl_certfile), str(ssl_keyfile))
+    if not re.fullmatch(r"(/[!-.0-~]+)*/?", root_path):
+        raise typer.BadParameter(
+            f"--root-path is {one_line(root_path)}; allowed: a path such as /llm, in ASCII"
+        )
     options = ServerOptions(
         max_queue=max_queue,
         max_body_bytes=int(max_body * MIB),
@@ -106,18 +113,20 @@ def serve(
         grace_s=grace,
         api_keys=keys,
         allowed_hosts=hosts(host, allow_host or [], guarded=bool(keys)),
-        cors_origins=tuple(cors_origin or ()),
-        aliases=dict(parse_alias(text, list(names)) for text in alias or ()),
+        cors_origins=tuple(checked_origin(origin) for origin in cors_origin or ()),
+        aliases=read_aliases(alias or [], list(names)),
     )
     with ExitStack() as resources:
+        sockets = bind(host, port)
+        for each in sockets:
+            resources.enter_context(each)
         engines: dict[str, AsyncEngine] = {}
         for name, model in names.items():
             llm = resources.enter_context(open_llm(model, machine, max_batch=max_batch))
             engines[name] = AsyncEngine(llm)
         server = make_server(
             make_app(engines, options),
-            host=host,
-            port=port,
+            sockets=sockets,
             root_path=root_path.rstrip("/"),
             ssl_certfile=str(ssl_certfile) if ssl_certfile else None,
             ssl_keyfile=str(ssl_keyfile) if ssl_keyfile else None,
@@ -134,6 +143,28 @@ def name_of(model: str) -> str:
     """What clients call a model: a file by its name without folder and suffix, any other as it was given."""
     path = Path(model)
     return path.stem if path.suffix in (".gguf", ".safetensors") and not model.startswith("hf.co/") else model
+
+
+def by_name(models: list[str]) -> dict[str, str]:
+    """Models by the names that clients use; raises InvalidParameterError if two have the same."""
+    names: dict[str, str] = {}
+    for model in models:
+        name = name_of(model)
+        if name in names:
+            raise InvalidParameterError(
+                f"two models would have the name {name!r}: {names[name]} and {model}; allowed: names that differ"
+            )
+        names[name] = model
+    return names
+
+
+def checked_origin(origin: str) -> str:
+    """The origin of a web page as browsers send it: scheme, host and port alone."""
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+        raise InvalidParameterError(
+            f"--cors-origin is {one_line(origin)}; allowed: '*', or one without a path such as https://app.example"
+        )
+    return origin
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
@@ -155,6 +186,16 @@ def hosts(host: str, more: list[str], *, guarded: bool) -> frozenset[str] | None
     if not more and (guarded or host not in LOOPBACK):
         return None
     return frozenset({"localhost", *(name.lower() for name in more)})
+
+
+def read_aliases(texts: list[str], names: list[str]) -> dict[str, str]:
+    """All aliases with their models; raises InvalidParameterError if one means two, or hides a model."""
+    aliases: dict[str, str] = {}
+    for alias, model in (parse_alias(text, names) for text in texts):
+        if alias in names or aliases.get(alias, model) != model:
+            raise InvalidParameterError(f"--alias {alias} is the name of another model; allowed: a new name")
+        aliases[alias] = model
+    return aliases
 
 
 def parse_alias(text: str, names: list[str]) -> tuple[str, str]:

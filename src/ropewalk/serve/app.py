@@ -111,7 +111,8 @@ class Endpoints:
         return JSONResponse(answer)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_body(request, most=self.options.max_body_bytes, seconds=self.options.body_s)
+        async with self.running.limited():
+            return await read_body(request, most=self.options.max_body_bytes, seconds=self.options.body_s)
 
     async def _task(self, path: str, body: dict[str, Any]) -> Task:
         """Text is tokenized and templates run on another thread: both may take seconds."""
@@ -266,7 +267,7 @@ def make_app(engines: Mapping[str, AsyncEngine], options: ServerOptions | None =
                 CORSMiddleware,
                 allow_origins=list(options.cors_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+                allow_headers=["*"],  # OpenAI's client for browsers sends a dozen of its own
                 expose_headers=["X-Request-Id", "Retry-After"],
             ),
         )
@@ -282,8 +283,8 @@ async def _tell(request: Request, error: ApiError) -> Response:
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     path = request.scope["path"]
-    shown = path if len(path) <= 200 and path.isprintable() else "that path"
-    message = {404: f"there is no {shown}", 405: f"{request.method} is not for {shown}"}.get(
+    shown = path if len(path) <= 200 and path.isprintable() else "such path"
+    message = {404: f"there is no {shown}", 405: f"{request.method[:20]} is not for {shown}"}.get(
         error.status_code, error.detail
     )
     return error_response(ApiError(message, status=error.status_code, headers=dict(error.headers or {})))

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ropewalk.api.bodies import new_id
 from ropewalk.api.errors import ApiError
 from ropewalk.serve import page
-from ropewalk.serve.http import ClientGoneError, error_response
+from ropewalk.serve.http import error_response
+from ropewalk.serve.running import ClientGoneError
 
 if TYPE_CHECKING:
     from ropewalk.serve.metrics import Metrics

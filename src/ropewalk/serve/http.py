@@ -11,14 +11,14 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.api.bodies import Event
 from ropewalk.api.body import read_json
 from ropewalk.api.errors import ApiError
-from ropewalk.serve.running import Streaming
+from ropewalk.serve.running import ClientGoneError, Streaming
 
 DRAINED_BYTES = 128 * 2**20
 """Read and dropped of a body that is too large, so that the client gets to the point of reading why."""
@@ -27,10 +27,6 @@ PING_S = 15.0
 """Without an event for so long, a comment is sent, lest a proxy thinks that nobody is there."""
 
 Result = TypeVar("Result")
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -46,6 +42,8 @@ async def read_body(request: Request, *, most: int, seconds: float) -> dict[str,
     ApiError
         400 if it is none, 408 if it takes too long to come, 413 if it is too large, 415 if it is said to be
         something else.
+    ClientGoneError
+        If the client leaves before.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -61,6 +59,8 @@ async def read_body(request: Request, *, most: int, seconds: float) -> dict[str,
                     data += chunk
                 elif n > DRAINED_BYTES:
                     break
+    except ClientDisconnect:
+        raise ClientGoneError from None
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {seconds:g} s", status=408) from None
     if n > most:

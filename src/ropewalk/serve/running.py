@@ -29,6 +29,10 @@ LAST_WORD_S = 5.0
 """For a client that does not read to take the error that ends its stream."""
 
 
+class ClientGoneError(Exception):
+    """The client has closed its connection, or takes nothing of what it is sent."""
+
+
 class Running:
     """The requests under way.
 
@@ -174,8 +178,11 @@ class Streaming:
         except ApiError as error:
             running.metrics.refused(error.status)
             self.error = error
-            async with asyncio.timeout(LAST_WORD_S):
-                await send(task.failed(error))
+            try:
+                async with asyncio.timeout(LAST_WORD_S):
+                    await send(task.failed(error))
+            except TimeoutError:
+                raise ClientGoneError from None
             return
         self.outputs = outputs
         for output in outputs:
@@ -225,9 +232,11 @@ async def _together(streams: list[AsyncStream]) -> AsyncIterator[tuple[int, Stre
 
 @contextmanager
 def told_as_api_errors(engine: AsyncEngine) -> Iterator[None]:
-    """Turn every exception into an ApiError; of several at once, the first."""
+    """Turn every exception into an ApiError, but not the end of a client; of several at once, the first."""
     try:
         yield
+    except ClientGoneError:
+        raise
     except Exception as error:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
