@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ropewalk.kernels.clock import write_clock
 from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.simd import load_bytes, store_bytes
-from ropewalk.kernels.sync import barrier, new_sync, take
+from ropewalk.kernels.sync import barrier, new_sync, next_of_run
 
 CHUNK = 1 << 17
 STRIDE = 256  # bytes read in one turn of the loop
@@ -41,15 +41,17 @@ def sweep(tid, words, n_threads, address, n_bytes, chunk, n_sweeps, out, stamps)
         Address of int64 [n_sweeps, n_threads, 2 (start, end), 2 (seconds, nanoseconds)].
     """
     a, b = load_bytes(address), load_bytes(address)
+    n_chunks = (n_bytes + chunk - 1) // chunk
     for number in range(n_sweeps):
         stamp = stamps + 32 * (number * n_threads + tid)
         write_clock(stamp)
-        start = take(words, 0) * chunk
-        while start < n_bytes:
+        item, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0)
+        while item < n_chunks:
+            start = item * chunk
             for at in range(address + start, address + min(start + chunk, n_bytes), 256):
                 a = a ^ load_bytes(at) ^ load_bytes(at + 64)
                 b = b ^ load_bytes(at + 128) ^ load_bytes(at + 192)
-            start = take(words, 0) * chunk
+            item, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn)
         write_clock(stamp + 16)
         barrier(tid, words, n_threads)
     store_bytes(out, a ^ b)

@@ -73,7 +73,7 @@ def meet(tid, words, n_threads, job, part):
     if tid == 0:
         lap(job, part)
     generation = atomic_load(words, GENERATION)
-    if is_last(words, n_threads):
+    if is_last(tid, words, n_threads, generation):
         lap(job, WAIT)
         release(words)
     else:

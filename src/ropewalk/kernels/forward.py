@@ -20,7 +20,16 @@ from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
 from ropewalk.kernels.products import activated_to_tiles, attended_to_tiles, destinations, normalise, product
 from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, store_floats
-from ropewalk.kernels.sync import BELL, BELL_STEP, STOP, atomic_load, atomic_swap, take, wait_while
+from ropewalk.kernels.sync import (
+    BELL,
+    BELL_STEP,
+    STOP,
+    atomic_load,
+    atomic_swap,
+    reset_runs,
+    take,
+    wait_while,
+)
 from ropewalk.kernels.tables import (
     DOWN,
     EXPERT_MATRICES_PER_LAYER,
@@ -65,9 +74,9 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     if job[Job.LATENT] != 0:
         _latent(tid, n_threads, words, job, layer, matrices, base, 0)
     else:
-        product(n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
-        product(n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
-        product(n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
+        product(tid, n_threads, words, 0, job, matrices[base + Q], n_tokens, job[Job.QUERIES], q_stride, 0)
+        product(tid, n_threads, words, 1, job, matrices[base + K], n_tokens, job[Job.KEYS], kv_stride, 0)
+        product(tid, n_threads, words, 2, job, matrices[base + V], n_tokens, job[Job.VALUES], kv_stride, 0)
         meet(tid, words, n_threads, job, clock.QKV)
     if job[Job.LORA_WORKER] != 0:
         qkv = (job[Job.QUERIES], q_stride, job[Job.KEYS], kv_stride, job[Job.VALUES], kv_stride)
@@ -95,8 +104,8 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     """The second half of a layer; its input is in the tiles, its output is added to X or left in Y."""
     n_tokens, stride = job[Job.N_TOKENS], 4 * layer[Layer.FFN]
     base = MATRICES_PER_LAYER * number
-    product(n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
-    product(n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
+    product(tid, n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
+    product(tid, n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
     meet(tid, words, n_threads, job, clock.GATE_UP)
     if job[Job.LORA_WORKER] != 0:
         gate_up = (job[Job.GATE], stride, job[Job.UP], stride, 0, 0)
@@ -132,7 +141,9 @@ def _branch_end(tid, n_threads, words, job, matrices, number, width, end, part):
     """The last product of a branch, of `width` inputs: added to X, or put into or onto Y where more is to be done."""
     stride = 4 * job[Job.HIDDEN]
     y = job[Job.X] if end == TO_X else job[Job.Y]
-    product(n_threads, words, 0, job, matrices[number], job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1)
+    product(
+        tid, n_threads, words, 0, job, matrices[number], job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1
+    )
     meet(tid, words, n_threads, job, part)
     if job[Job.LORA_WORKER] != 0:
         _adapt(tid, n_threads, words, job, number, 1, width, (y, stride, 0, 0, 0, 0))
@@ -153,7 +164,7 @@ def _logits(tid, n_threads, words, job, matrix):
         norm_to_tile(x, norm, hidden, eps, as_bytes, True, as_floats, tile, place)
         row = take(words, 0)
     meet(tid, words, n_threads, job, clock.NORM)
-    product(n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)
+    product(tid, n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)
     meet(tid, words, n_threads, job, clock.OUTPUT)
     cap, scale = load_f32(job[Job.CONSTANTS] + 12), load_f32(job[Job.CONSTANTS] + 16)
     if cap > _ZERO or scale != _ONE or job[Job.OUTPUT_BIAS] != 0:
@@ -226,6 +237,9 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
         What the BELL word held at the last look.
     """
     if patience == 0:
+        for member in range(bell % BELL_STEP):
+            reset_runs(words, member, 0)
+            reset_runs(words, member, 1)
         atomic_swap(words, BELL, bell)
     while True:
         if patience > 0:

@@ -33,7 +33,7 @@ from ropewalk.kernels.products import (
     tile_size,
 )
 from ropewalk.kernels.simd import call, load_f32, load_floats, rows_at, store_floats, table_at
-from ropewalk.kernels.sync import chunk_of, take
+from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import K_B, Q_A, V_B, Job, Latent, Layer, Matrix
 
 
@@ -67,7 +67,7 @@ def _put_head(job, mla, head, token, source, groups, reads, fine):
 
 
 @inline
-def _heads_product(n_threads, words, job, mla, matrix, y, y_stride, head_stride):
+def _heads_product(tid, n_threads, words, job, mla, matrix, y, y_stride, head_stride):
     """y = each head's matrix x its tiles; heads are `head_stride` bytes apart in y, tokens `y_stride`."""
     n_panels, groups, panel_bytes = (
         matrix[Matrix.N_PANELS],
@@ -83,8 +83,9 @@ def _heads_product(n_threads, words, job, mla, matrix, y, y_stride, head_stride)
     if n_tokens > max_tile:
         chunk = min(chunk, PREFILL_PANELS)
     n_chunks = (n_panels + chunk - 1) // chunk
-    item = take(words, 0)
-    while item < n_heads * n_chunks:
+    n_items = n_heads * n_chunks
+    item, turn = next_of_run(tid, n_threads, words, 0, n_items, 0)
+    while item < n_items:
         head, first = item // n_chunks, item % n_chunks * chunk
         panels = matrix[Matrix.PANELS] + (head * n_panels + first) * panel_bytes
         of_head = tiles + head * mla[Latent.ROWS] * token_bytes
@@ -104,7 +105,7 @@ def _heads_product(n_threads, words, job, mla, matrix, y, y_stride, head_stride)
                     0,
                 ),
             )
-        item = take(words, 0)
+        item, turn = next_of_run(tid, n_threads, words, 0, n_items, turn)
 
 
 @inline
@@ -175,23 +176,23 @@ def latent_worker() -> int:
             width = 4 * mla[Latent.VALUE]
             _sums_to_tiles(words, job, mla, layer)
             meet(tid, words, n_threads, job, clock.POINTWISE)
-            _heads_product(n_threads, words, job, mla, own[V_B], mla[Latent.OUT], n_heads * width, width)
+            _heads_product(tid, n_threads, words, job, mla, own[V_B], mla[Latent.OUT], n_heads * width, width)
             meet(tid, words, n_threads, job, clock.OUT)
             return
         rank, queries = mla[Latent.Q_RANK], mla[Latent.QUERIES]
         q_stride = 4 * n_heads * (mla[Latent.NOPE] + job[Job.ROPE_WIDTH])
-        product(n_threads, words, 1, job, rows[1], n_tokens, mla[Latent.KEY_VALUES], row, 0)
+        product(tid, n_threads, words, 1, job, rows[1], n_tokens, mla[Latent.KEY_VALUES], row, 0)
         if rank > 0:
-            product(n_threads, words, 0, job, own[Q_A], n_tokens, mla[Latent.COMPRESSED], 4 * rank, 0)
+            product(tid, n_threads, words, 0, job, own[Q_A], n_tokens, mla[Latent.COMPRESSED], 4 * rank, 0)
             meet(tid, words, n_threads, job, clock.QKV)
             _compressed_to_tiles(words, job, mla, layer)
             meet(tid, words, n_threads, job, clock.NORM)
-        product(n_threads, words, 0, job, rows[0], n_tokens, queries, q_stride, 0)
+        product(tid, n_threads, words, 0, job, rows[0], n_tokens, queries, q_stride, 0)
         meet(tid, words, n_threads, job, clock.QKV)
         _split(n_threads, words, job, mla, layer)
         meet(tid, words, n_threads, job, clock.POINTWISE)
         start = job[Job.QUERIES] + 4 * job[Job.ROPE_WIDTH]
-        _heads_product(n_threads, words, job, mla, own[K_B], start, n_heads * row, row)
+        _heads_product(tid, n_threads, words, job, mla, own[K_B], start, n_heads * row, row)
         meet(tid, words, n_threads, job, clock.QKV)
 
     return latent

@@ -45,7 +45,7 @@ from ropewalk.kernels.simd import (
     store_i32,
     table_at,
 )
-from ropewalk.kernels.sync import chunk_of, take
+from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import DOWN_EXPS, GATE_EXPS, ROUTER, UP_EXPS, Job, Layer, Matrix, Moe
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = range(3)
@@ -215,7 +215,7 @@ def _normalise(n_threads, words, job, moe, layer):
 
 
 @inline
-def _product(n_threads, words, counter, job, moe, matrix, y):
+def _product(tid, n_threads, words, counter, job, moe, matrix, y):
     """y = matrix of each expert in use x the activations of its pairs; y has a row for each pair."""
     n_panels, groups, panel_bytes = (
         matrix[Matrix.N_PANELS],
@@ -230,8 +230,9 @@ def _product(n_threads, words, counter, job, moe, matrix, y):
     if job[Job.N_TOKENS] > max_tile:
         chunk = min(chunk, PREFILL_PANELS)
     n_chunks = (n_panels + chunk - 1) // chunk
-    item = take(words, counter)
-    while item < moe[Moe.N_ACTIVE] * n_chunks:
+    n_items = moe[Moe.N_ACTIVE] * n_chunks
+    item, turn = next_of_run(tid, n_threads, words, counter, n_items, 0)
+    while item < n_items:
         e = np.int64(load_i32(moe[Moe.ACTIVE] + 4 * (item // n_chunks)))
         first = item % n_chunks * chunk
         count, row = np.int64(load_i32(moe[Moe.COUNTS] + 4 * e)), np.int64(load_i32(moe[Moe.FIRSTS] + 4 * e))
@@ -252,7 +253,7 @@ def _product(n_threads, words, counter, job, moe, matrix, y):
                     0,
                 ),
             )
-        item = take(words, counter)
+        item, turn = next_of_run(tid, n_threads, words, counter, n_items, turn)
 
 
 @inline
@@ -323,26 +324,26 @@ def expert_worker() -> int:
             shared[2, Matrix.N_PANELS] != 0,
         )
         scores_stride = moe[Moe.SCORES_STRIDE]
-        product(n_threads, words, 0, job, own[ROUTER], n_tokens, moe[Moe.SCORES], scores_stride, 0)
-        product(n_threads, words, 1, job, shared[0], n_tokens, job[Job.GATE], stride, 0)
-        product(n_threads, words, 2, job, shared[1], n_tokens, job[Job.UP], stride, 0)
+        product(tid, n_threads, words, 0, job, own[ROUTER], n_tokens, moe[Moe.SCORES], scores_stride, 0)
+        product(tid, n_threads, words, 1, job, shared[0], n_tokens, job[Job.GATE], stride, 0)
+        product(tid, n_threads, words, 2, job, shared[1], n_tokens, job[Job.UP], stride, 0)
         meet(tid, words, n_threads, job, clock.GATE_UP)
         _choose(words, job, moe, layer)
         if has_shared:
             activated_to_tiles(n_threads, words, job, layer)
         meet(tid, words, n_threads, job, clock.ROUTE)
-        product(n_threads, words, 0, job, shared[2], n_tokens, job[Job.Y], 4 * job[Job.HIDDEN], 0)
+        product(tid, n_threads, words, 0, job, shared[2], n_tokens, job[Job.Y], 4 * job[Job.HIDDEN], 0)
         if take(words, 1) == 0:
             _group(job, moe, number)
         meet(tid, words, n_threads, job, clock.ROUTE)
         _normalise(n_threads, words, job, moe, layer)
         meet(tid, words, n_threads, job, clock.NORM)
-        _product(n_threads, words, 0, job, moe, own[GATE_EXPS], moe[Moe.GATE])
-        _product(n_threads, words, 1, job, moe, own[UP_EXPS], moe[Moe.UP])
+        _product(tid, n_threads, words, 0, job, moe, own[GATE_EXPS], moe[Moe.GATE])
+        _product(tid, n_threads, words, 1, job, moe, own[UP_EXPS], moe[Moe.UP])
         meet(tid, words, n_threads, job, clock.GATE_UP)
         _activate(n_threads, words, job, moe, layer)
         meet(tid, words, n_threads, job, clock.POINTWISE)
-        _product(n_threads, words, 0, job, moe, own[DOWN_EXPS], moe[Moe.OUT])
+        _product(tid, n_threads, words, 0, job, moe, own[DOWN_EXPS], moe[Moe.OUT])
         meet(tid, words, n_threads, job, clock.DOWN)
         _combine(words, job, moe, layer, has_shared)
         meet(tid, words, n_threads, job, clock.DOWN)

@@ -16,7 +16,7 @@ from ropewalk.kernels.pointwise import (
     put_group,
 )
 from ropewalk.kernels.simd import call, load_f32, load_floats, splat
-from ropewalk.kernels.sync import chunk_of, take
+from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import Job, Layer, Matrix
 
 READS_BYTES, READS_FLOATS = 1, 2
@@ -62,7 +62,7 @@ def destinations(job, reads, fine, token, n_tokens, groups):
 
 
 @inline
-def product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
+def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
     """y (+)= matrix x the activations in the tiles, for this thread's share of the panels."""
     n_panels, groups = matrix[Matrix.N_PANELS], matrix[Matrix.N_GROUPS]
     panel_bytes, max_tile = matrix[Matrix.PANEL_BYTES], job[Job.MAX_TILE]
@@ -74,8 +74,10 @@ def product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
     else:
         size = FINE_TOKEN_GROUP_BYTES if matrix[Matrix.FINE] else TOKEN_GROUP_BYTES
         tiles, token_bytes = job[Job.BYTE_TILES], groups * size
-    first = take(words, counter) * chunk
-    while first < n_panels:
+    n_chunks = (n_panels + chunk - 1) // chunk
+    item, turn = next_of_run(tid, n_threads, words, counter, n_chunks, 0)
+    while item < n_chunks:
+        first = item * chunk
         count = min(chunk, n_panels - first)
         panels = matrix[Matrix.PANELS] + first * panel_bytes
         for token in range(0, n_tokens, max_tile):
@@ -95,7 +97,7 @@ def product(n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
                     add,
                 ),
             )
-        first = take(words, counter) * chunk
+        item, turn = next_of_run(tid, n_threads, words, counter, n_chunks, turn)
 
 
 @inline

@@ -2,7 +2,9 @@
 
 All of it lives in one int64 array, a cache line (8 elements) for each word, so that threads do not disturb each
 other. Work is taken item by item from counters, never dealt out in advance: a thread that is held up by another
-process takes less. A thread that waits spins for a moment, then yields its core at every look.
+process takes less. Small work has one counter for all (`take`). Weights are streams that the memory's prefetcher
+follows only while a thread reads on and on: there, each thread begins with a run of its own and then helps the
+others with theirs (`next_of_run`). A thread that waits spins for a moment, then yields its core at every look.
 """
 
 import platform
@@ -22,7 +24,11 @@ BELL_STEP = 1 << 16  # a bell is the step's number times this plus its number of
 WAITED = LINE * 4  # ns that member 0 waited at barriers, short spins aside; the next two words are its clock
 COUNTERS = LINE * 5  # three counters, so that three products can run between two barriers
 N_COUNTERS = 3
-ASLEEP = COUNTERS + LINE * N_COUNTERS  # one word a thread
+ASLEEP = COUNTERS + LINE * N_COUNTERS  # a line for each thread: whether it sleeps, and behind that the next
+RUNS = (
+    ASLEEP + 1
+)  # [even or odd phase, counter]: its own run; those of the next phase are reset during this one
+MAX_HELPED = 8  # of so many runs a thread takes work, its own included: enough to make good for a few held up
 SPINS_BEFORE_YIELD = 4096
 SPINS_BEFORE_SLEEP = 20_000
 
@@ -130,8 +136,16 @@ def _now(words):
 
 
 @inline
-def is_last(words, n_threads):
+def reset_runs(words, tid, phase):
+    """Make the counters of a thread's run ready for phases of this parity."""
+    for c in range(N_COUNTERS):
+        words[RUNS + LINE * tid + N_COUNTERS * phase + c] = 0
+
+
+@inline
+def is_last(tid, words, n_threads, generation):
     """Arrive at a barrier; True for the last of the team, who has to `release` the others."""
+    reset_runs(words, tid, (generation + 1) & 1)  # nobody looks at them before the release
     return atomic_add(words, ARRIVED, 1) == n_threads - 1
 
 
@@ -159,7 +173,7 @@ def wait_for_release(tid, words, generation):
 def barrier(tid, words, n_threads):
     """Wait for the whole team; the last to arrive resets the work counters."""
     generation = atomic_load(words, GENERATION)
-    if is_last(words, n_threads):
+    if is_last(tid, words, n_threads, generation):
         release(words)
     else:
         wait_for_release(tid, words, generation)
@@ -169,6 +183,23 @@ def barrier(tid, words, n_threads):
 def take(words, counter):
     """The next item of work of a counter."""
     return atomic_add(words, COUNTERS + LINE * counter, 1)
+
+
+@inline
+def next_of_run(tid, n_threads, words, counter, n_items, turn):
+    """The next item for thread `tid`, and its `turn`: 0 at first, while it is busy with its own run of items.
+
+    Items are cut into a run for each thread. There are none left for this one if the item is `n_items`.
+    """
+    phase = N_COUNTERS * (atomic_load(words, GENERATION) & 1)
+    while turn < min(n_threads, MAX_HELPED):
+        owner = (tid + turn) % n_threads
+        start, end = owner * n_items // n_threads, (owner + 1) * n_items // n_threads
+        item = start + atomic_add(words, RUNS + LINE * owner + phase + counter, 1)
+        if item < end:
+            return item, turn
+        turn += 1
+    return n_items, turn
 
 
 @inline
