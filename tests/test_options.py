@@ -6,6 +6,7 @@ import inspect
 import pytest
 
 from ropewalk import LLM
+from ropewalk.cli.batch import WITHOUT_EFFECT
 from ropewalk.options import EngineKeywords, EngineOptions, LLMKeywords, LLMOptions
 
 
@@ -34,3 +35,12 @@ def test_every_option_is_documented():
 def test_an_option_that_there_is_not():
     with pytest.raises(TypeError, match="'context'"):
         LLM("no-such-model", context=3)
+
+
+def test_options_that_change_what_a_batch_answers_are_known():
+    """A batch that is resumed compares these; whoever adds an option decides on which side it is."""
+    every = {field.name for field in dataclasses.fields(LLMOptions)}
+    assert every > WITHOUT_EFFECT
+    assert every - WITHOUT_EFFECT == {
+        *("context_length", "cache_dtype", "quantize", "adapters", "rope_scaling", "rope_base")
+    }

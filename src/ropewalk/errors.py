@@ -54,7 +54,7 @@ class BatchError(RopewalkError, ValueError):
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning that shows the line of the caller's own code that led to it, however deep in ours we are."""
-    frame, level = sys._getframe(1), 2
+    frame, level = sys._getframe(1), 3
     while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith("ropewalk."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -20,7 +20,7 @@ def test_the_answer_on_stdout_the_speed_on_stderr(ropewalk, llm):
     assert result.stderr == (
         "prefill 10 tokens, 100.0 tok/s | decode 6 tokens, 20.0 tok/s | first token after 0.11 s | seed 5\n"
     )
-    assert llm.opened == ("some-model", Machine(None, None, "float16"))
+    assert llm.opened == ("some-model", Machine())
     assert llm.asked[0][:2] == ("stream_chat", user("Hi"))
     assert llm.closed
 
@@ -55,7 +55,7 @@ def test_sampling_and_machine_options_arrive(ropewalk, llm):
     assert llm.asked[0][2] == SamplingParams(
         temperature=0, top_k=40, top_p=0.95, min_p=0.05, max_tokens=7, stop=("X",)
     )
-    assert llm.opened[1] == Machine(2, 64, "float16")
+    assert llm.opened[1] == Machine(n_threads=2, context_length=64)
 
 
 def test_a_model_without_template_continues_the_prompt(ropewalk, llm):

@@ -28,7 +28,8 @@ SOME_FAILED = 3
 """Exit status when every line is answered, and some of the answers are errors."""
 WITHOUT_EFFECT = frozenset(
     {
-        *("n_threads", "kv_memory", "prefix_cache", "cache_dir", "cache_dir_size"),
+        *("n_threads", "max_batch", "token_budget", "progress"),
+        *("kv_memory", "kv_tokens", "kv_cache", "prefix_cache", "cache_dir", "cache_dir_size"),
         *("draft", "draft_tokens"),
     }
 )

@@ -33,7 +33,7 @@ HELP = {
     "/exit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
 NOT_HERE = ("n", "logprobs")
-AS_IT_COMES = Machine(None, None, "float16")
+AS_IT_COMES = Machine()
 WORDS = {"none": None, "true": True, "false": False, "on": True, "off": False}
 
 

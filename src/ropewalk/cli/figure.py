@@ -172,7 +172,7 @@ def sampling(
     if model:
         if not prompt:
             raise typer.BadParameter("a model needs a prompt after it", param_hint="PROMPT")
-        with open_llm(model, Machine(None, None, "float16")) as llm:
+        with open_llm(model, Machine()) as llm:
             logits = llm.logits(llm.encode(prompt))[-1]
             texts = [
                 one_line(llm.decode([i], skip_special=False)).replace(" ", "␣") for i in range(len(logits))

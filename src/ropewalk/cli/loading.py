@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,21 +150,4 @@ def open_llm(model: str, machine: Machine, *, max_batch: int = 1) -> LLM:
     from ropewalk import LLM
 
     with progress_on_stderr() as progress:
-        return LLM(
-            model,
-            n_threads=machine.n_threads,
-            context_length=machine.context_length,
-            cache_dtype=machine.cache_dtype,
-            kv_memory=machine.kv_memory,
-            prefix_cache=machine.prefix_cache,
-            rope_scaling=machine.rope_scaling,
-            rope_base=machine.rope_base,
-            cache_dir=machine.cache_dir,
-            cache_dir_size=machine.cache_dir_size,
-            draft=machine.draft,
-            draft_tokens=machine.draft_tokens,
-            quantize=machine.quantize,
-            adapters=machine.adapters,
-            max_batch=max_batch,
-            progress=progress,
-        )
+        return LLM(model, **vars(replace(machine, max_batch=max_batch, progress=progress)))

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from ropewalk.errors import InvalidParameterError
+from ropewalk.options import DEFAULT_MODEL as DEFAULT_MODEL
+from ropewalk.options import LLMOptions
 from ropewalk.params import SamplingParams
-
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -174,23 +174,9 @@ def rope_settings(scheme: str | None, factor: float | None, original: int | None
     return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Machine:
-    """How to run a model: threads, context in tokens, the KV cache (type of elements, size, sharing, disk), drafts."""
-
-    n_threads: int | None
-    context_length: int | None
-    cache_dtype: str
-    kv_memory: str | None = None
-    prefix_cache: bool = True
-    rope_scaling: dict[str, Any] | None = None
-    rope_base: float | None = None
-    cache_dir: str | None = None
-    cache_dir_size: str | None = None
-    draft: str | None = None
-    draft_tokens: int | None = None
-    quantize: str | None = None
-    adapters: dict[str, str] | None = None
+@dataclass(frozen=True, kw_only=True)
+class Machine(LLMOptions):
+    """The options of `LLM`, as the command line says them."""
 
     @property
     def adapter(self) -> str | None:
@@ -282,17 +268,16 @@ def machine(
         from ropewalk.checkpoint.mixes import mix_named
 
         mix_named(quantize)  # refuses what is no type
-    rope = rope_settings(rope_scaling, rope_factor, rope_original_context)
     return Machine(
-        threads,
-        context,
-        cache_type,
-        kv_memory,
-        not no_prefix_cache,
-        rope,
-        rope_base,
-        cache_dir,
-        cache_dir_size,
+        n_threads=threads,
+        context_length=context,
+        cache_dtype=cache_type,
+        kv_memory=kv_memory,
+        prefix_cache=not no_prefix_cache,
+        rope_scaling=rope_settings(rope_scaling, rope_factor, rope_original_context),
+        rope_base=rope_base,
+        cache_dir=cache_dir,
+        cache_dir_size=cache_dir_size,
         quantize=quantize,
         adapters=dict(map(parse_adapter, lora)) if lora else None,
     )
