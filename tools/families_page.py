@@ -1,4 +1,4 @@
-"""Write `docs/families.md`: the table of families that `ropewalk.model.families` holds, for people.
+"""Write `docs/families.md`: the tables of families that the package holds, for people.
 
     python tools/families_page.py           writes the page
     python tools/families_page.py --check   only says whether it is current
@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ropewalk.checkpoint import hf_config
+from ropewalk.checkpoint.prequantized import METHODS
 from ropewalk.model.families import FAMILIES, MISSING_MATHEMATICS, Family
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -41,6 +43,9 @@ do not depend on the batch. Decoding reads the weights of the chosen experts onl
 With latent attention the cache holds one vector a token for all heads, which is the key and whose end is the value: for
 DeepSeek V2 Lite 1,152 bytes a token and layer in float16, where keys and values of all 16 heads would take 10,240.
 
+## Folders in Hugging Face's layout
+
+{folders}
 ## What is refused
 
 A file that asks for anything else is refused by an error that names it, and what there is. These architectures need
@@ -111,13 +116,31 @@ def besides(family: Family) -> str:
     return "; ".join(filter(None, facts))
 
 
+def folders() -> str:
+    """What `config.json` may say."""
+    kinds: dict[str, list[str]] = {}
+    for model_type, family in hf_config.FAMILIES.items():
+        kinds.setdefault(family.architecture, []).append(f"`{model_type}`")
+    rows = [f"| `{architecture}` | {', '.join(names)} |" for architecture, names in kinds.items()]
+    return f"""These values of `model_type` are read, as the architectures beside them:
+
+| `general.architecture` | `model_type` |
+|---|---|
+{chr(10).join(rows)}
+
+Values of `rope_type`: `default`, {", ".join(f"`{kind}`" for kind in hf_config.SCALINGS)}. Values of `quant_method`:
+{", ".join(f"`{method}`" for method in METHODS)} ([Model files](models.md#pre-quantized-folders)).
+"""
+
+
 def page() -> str:
     rows = [
         f"| `{name}` | {f.models} | {positions(f)} | {norms(f)} | {feed_forward(f)} | {besides(f)} |"
         for name, f in FAMILIES.items()
     ]
     missing = [f"- `{name}`: {what}" for name, what in MISSING_MATHEMATICS.items()]
-    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(missing) + "\n"
+    tail = TAIL.replace("{folders}", folders())
+    return HEAD + "\n".join(rows) + "\n" + tail + "\n".join(missing) + "\n"
 
 
 def main() -> None:

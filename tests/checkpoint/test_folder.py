@@ -204,6 +204,55 @@ def test_a_configuration_that_cannot_be(tmp_path, folders, changes, kind, words)
         open_checkpoint(folders.write(tmp_path / "m", parts))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "kind", "words"),
+    [
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            UnsupportedModelError,
+            "use_bidirectional_attention = True",
+        ),
+        ("qwen2", {"is_causal": False}, UnsupportedModelError, "is_causal = False"),
+        ("gpt_oss", {"swiglu_limit": 10.0}, UnsupportedModelError, r"swiglu_limit = 10\.0 .*7\.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, UnsupportedModelError, r"swiglu_alpha = 1\.0"),
+        ("gemma3", {"query_pre_attn_scalar": -1}, CheckpointError, "query_pre_attn_scalar"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 5},
+            UnsupportedModelError,
+            "interval = 5",
+        ),
+        ("deepseek_v3", {"rope_interleave": False}, UnsupportedModelError, "rope_interleave"),
+        ("deepseek_v2", {"topk_method": "best"}, UnsupportedModelError, "topk_method = 'best'"),
+        ("qwen2", {"layer_types": ["chunked_attention", "full_attention"]}, UnsupportedModelError, "chunked"),
+        ("qwen2", {"layer_types": [["full_attention"]] * 2}, UnsupportedModelError, "layer_types"),
+        ("llama", {"head_dim": 1}, CheckpointError, "1 dimensions of a head are rotated"),
+        ("llama", {"rope_parameters": {"rope_type": []}}, UnsupportedModelError, "rope_type"),
+        ("llama", {"rope_parameters": "yarn"}, CheckpointError, "rope_parameters is 'yarn'"),
+        ("llama", {"rope_scaling": 4.0}, CheckpointError, r"rope_scaling is 4\.0"),
+        ("llama", {"text_config": "x"}, CheckpointError, "text_config"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path, folders, family, changes, kind, words):
+    """Some of these were read and left aside: another model's text came out, or an error from inside."""
+    parts = folders.parts(family)
+    parts.config |= changes
+    with pytest.raises(kind, match=words):
+        open_checkpoint(folders.write(tmp_path / "m", parts))
+
+
+def test_longrope_of_a_model_that_was_first_trained_on_one_position(tmp_path, folders):
+    """log(1) is 0; the factor was divided by it."""
+    parts = folders.parts("phi3, longrope")
+    parts.config["rope_parameters"] = {
+        **parts.config["rope_parameters"],
+        "original_max_position_embeddings": 1,
+    }
+    metadata = open_checkpoint(folders.write(tmp_path / "m", parts)).metadata
+    assert metadata["phi3.rope.scaling.attn_factor"] == 1.0
+
+
 def test_what_is_no_model_folder(tmp_path, folders):
     with pytest.raises(CheckpointError, match=r"no config\.json; it is empty"):
         open_checkpoint(tmp_path)

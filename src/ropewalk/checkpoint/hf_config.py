@@ -31,6 +31,9 @@ class Config:
         text = values.get("text_config")
         self.values = {**values, **text} if isinstance(text, Mapping) else dict(values)
         self.label = label
+        for key in ("text_config", "rope_scaling", "rope_parameters"):
+            if (value := self.values.get(key)) is not None and not isinstance(value, Mapping):
+                raise CheckpointError(f"{label}: {key} is {show(value)}; allowed: an object, null")
 
     def first(self, *names: str) -> Any:
         """The value under the first of these names that has one, or None."""
@@ -134,7 +137,8 @@ def _sigmoid_experts(config: Config) -> Keys:
 
 def _deepseek(config: Config) -> Keys:
     """Latent attention, whose cache is that of one head for all; and its experts, chosen in groups or not."""
-    config.demand("topk_method", "greedy", "noaux_tc")
+    config.demand("topk_method", "greedy", "group_limited_greedy", "noaux_tc")
+    config.demand("rope_interleave", True)
     config.demand("scoring_func", "softmax", "sigmoid")
     config.demand("attention_bias", False)
     config.demand("moe_layer_freq", 1)
@@ -152,7 +156,8 @@ def _deepseek(config: Config) -> Keys:
     }
     if config.first("q_lora_rank"):
         keys["attention.q_lora_rank"] = config.integer("q_lora_rank")
-    if _is_sigmoid(config) and config.integer("n_group", default=1) > 1:
+    in_groups = _is_sigmoid(config) or config.first("topk_method") == "group_limited_greedy"
+    if in_groups and config.integer("n_group", default=1) > 1:
         keys["expert_group_count"] = config.integer("n_group")
         keys["expert_group_used_count"] = config.integer("topk_group")
     if (scale := config.number("routed_scaling_factor")) is not None:
@@ -175,7 +180,9 @@ def _scores(config: Config) -> Keys:
     ):
         if cap := config.number(theirs):
             keys[ours] = cap
-    if scalar := config.number("query_pre_attn_scalar"):
+    if (scalar := config.number("query_pre_attn_scalar")) is not None:
+        if scalar <= 0:
+            raise CheckpointError(f"{config.label}: query_pre_attn_scalar is {scalar}; allowed: above 0")
         keys["attention.scale"] = 1 / math.sqrt(scalar)
     return keys
 
@@ -220,8 +227,16 @@ def _clamped(config: Config) -> Keys:
 def _smollm3(config: Config) -> Keys:
     layers = config.integer("num_hidden_layers")
     config.demand("no_rope_layers", [int(n % 4 != 3) for n in range(layers)])
+    if config.first("no_rope_layers") is None:
+        config.demand("no_rope_layer_interval", 4)
     config.demand("use_sliding_window", False)
     return {}
+
+
+def _gpt_oss(config: Config) -> Keys:
+    config.demand("swiglu_alpha", 1.702)
+    config.demand("swiglu_limit", 7.0)
+    return _experts(config)
 
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -279,7 +294,7 @@ FAMILIES: Mapping[str, HFFamily] = {
     "glm4_moe": HFFamily("glm4moe", "glm4_moe", extra=_sigmoid_experts, rope_part=0.5),
     "deepseek_v2": HFFamily("deepseek2", "deepseek2", extra=_deepseek),
     "deepseek_v3": HFFamily("deepseek2", "deepseek2", extra=_deepseek),
-    "gpt_oss": HFFamily("gpt-oss", "gpt_oss", window_period=2, extra=_experts),
+    "gpt_oss": HFFamily("gpt-oss", "gpt_oss", window_period=2, extra=_gpt_oss),
 }
 """Every `model_type` that is read."""
 
@@ -311,6 +326,8 @@ def translate(config: Config) -> Translated:
         A value is missing or of the wrong type.
     """
     family = _family(config)
+    config.demand("is_causal", True)
+    config.demand("use_bidirectional_attention", False)
     for key, allowed in family.demands.items():
         config.demand(key, *allowed)
     activation = config.first("hidden_activation", "hidden_act", "activation_function", "activation")
@@ -406,7 +423,12 @@ def _rope_width(config: Config, family: HFFamily, head_dim: int) -> int:
         raise CheckpointError(
             f"{config.label}: the rotated part of a head is {show(part)}; allowed: above 0, up to 1"
         )
-    return int(head_dim * part)
+    width = int(head_dim * part)
+    if width % 2 and family.table != "gpt2":
+        raise CheckpointError(
+            f"{config.label}: {width} dimensions of a head are rotated; allowed: an even number"
+        )
+    return width
 
 
 def _rope(config: Config, sizes: Sizes) -> tuple[Keys, dict[str, np.ndarray[Any, Any]]]:
@@ -420,11 +442,11 @@ def _rope(config: Config, sizes: Sizes) -> tuple[Keys, dict[str, np.ndarray[Any,
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind in (None, "default"):
         return keys, {}
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise UnsupportedModelError(
-            f"{config.label}: rope_type = {show(kind)} is not supported; supported: default, {', '.join(_SCALINGS)}"
+            f"{config.label}: rope_type = {show(kind)} is not supported; supported: default, {', '.join(SCALINGS)}"
         )
-    more, tensors = _SCALINGS[kind](config, parameters, sizes, 10000.0 if base is None else base)
+    more, tensors = SCALINGS[kind](config, parameters, sizes, 10000.0 if base is None else base)
     return keys | more, tensors
 
 
@@ -532,7 +554,7 @@ def _longrope(config: Config, parameters: Mapping[str, Any], sizes: Sizes, base:
     stretch = longest / original
     factor = _number(config, parameters, "attention_factor", None)
     if factor is None:
-        factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 < original else 1.0
     keys["rope.scaling.attn_factor"] = factor
     tensors = {}
     for length in ("long", "short"):
@@ -546,7 +568,7 @@ def _longrope(config: Config, parameters: Mapping[str, Any], sizes: Sizes, base:
     return keys, tensors
 
 
-_SCALINGS: Mapping[str, Scaling] = {
+SCALINGS: Mapping[str, Scaling] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
@@ -558,14 +580,10 @@ _SCALINGS: Mapping[str, Scaling] = {
 
 def _windows(config: Config, family: HFFamily, sizes: Sizes) -> Keys:
     """The sliding window, and which layers have it where that is not what readers take for granted."""
-    if config.flag("use_sliding_window") is False:
-        return {}
-    window = config.values.get("sliding_window")
-    if not window:
-        return {}
-    n_layers = config.integer("num_hidden_layers")
+    n_layers = config.integer("num_hidden_layers", "n_layer", "num_layers")
     local = _local_layers(config, family, n_layers)
-    if not any(local):
+    is_used = config.flag("use_sliding_window") is not False and config.values.get("sliding_window")
+    if not is_used or not any(local):
         return {}
     keys: Keys = {"attention.sliding_window": config.integer("sliding_window")}
     period = family.window_period
@@ -578,7 +596,11 @@ def _local_layers(config: Config, family: HFFamily, n_layers: int) -> list[bool]
     types = config.values.get("layer_types")
     if types is not None:
         kinds = {"sliding_attention": True, "full_attention": False}
-        if not isinstance(types, list) or len(types) != n_layers or not all(t in kinds for t in types):
+        if (
+            not isinstance(types, list)
+            or len(types) != n_layers
+            or not all(isinstance(t, str) and t in kinds for t in types)
+        ):
             raise UnsupportedModelError(
                 f"{config.label}: layer_types is {show(types)}; "
                 f"supported: {n_layers} times full_attention or sliding_attention"
