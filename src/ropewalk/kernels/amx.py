@@ -9,9 +9,10 @@ low bytes.
 
 For each panel of 16 rows, and for 32 groups at a time so that everything stays in the first-level cache:
 
-    the first 16 tokens:  unpack the groups as they come into ROOM (this is when weights are read from memory)
-    every 16 tokens:      16 accumulators in registers; group by group: tile product into a slot, then
+    once:                 unpack the groups into ROOM
+    for every 16 tokens:  16 accumulators in registers; group by group: tile product into a slot, then
                           slot -> float -> scale -> accumulators
+                          (and with the first 16 tokens: fetch the next 32 groups from memory meanwhile)
 
 Sums get from tiles to registers only through memory, and are not there before some 100 cycles have passed. So there
 are two slots, and two sets of tiles: the product of a group is under way while the sums of the one before are scaled.
@@ -56,7 +57,9 @@ from ropewalk.kernels.definition import (
 from ropewalk.kernels.jit import PART, worker
 from ropewalk.kernels.simd import (
     I8,
+    I32,
     I64,
+    emit_call,
     emit_load,
     floats,
     ints,
@@ -244,6 +247,19 @@ def _emit_aligned(builder, vector, address, i):
     return emit_load(builder, vector.ir, builder.add(address, I64(_VECTOR * i)), _VECTOR)
 
 
+@intrinsic(prefer_literal=True)
+def prefetch(typing_context, address, lines):
+    """Bring lines of memory to the second-level cache; an address that is no memory does nothing."""
+
+    def emit(context, builder, sig, args):
+        for line in range(lines.literal_value):
+            at = builder.inttoptr(builder.add(args[0], I64(64 * line)), I8.as_pointer())
+            emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [at, I32(0), I32(2), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lines), emit
+
+
 @intrinsic
 def load_kept(typing_context, address):
     """The 16 accumulators at an address."""
@@ -290,6 +306,8 @@ def tile_worker(kind: int, fine: int) -> int:
     halves = int(packed.halves)
     token_bytes = FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES
     quant_bytes = F.GROUP * (1 + fine)
+    groups, block_bytes = packed.block_groups, packed.block_bytes
+    ahead_lines = -(-2 * block_bytes // groups // 64)  # of two groups
 
     @worker(SIGNATURE)
     def amx_matmul(panels, n_panels, panel_bytes, n_groups, x, y, y_stride, n_tokens, add):
@@ -304,29 +322,29 @@ def tile_worker(kind: int, fine: int) -> int:
             panel = panels + p * panel_bytes
             for first in range(0, n_groups, _CHUNK):
                 n = min(_CHUNK, n_groups - first)
+                for g in range(n):
+                    prepare(kind, panel, first + g, memory, g)
                 for token in range(0, n_tokens, TILE_ROWS):
                     kept = memory + _KEPT + token * _VECTOR
                     acc = zero_tile(TILE_ROWS) if first == 0 else load_kept(kept)
                     q = x + first * group_bytes + F.GROUP * token
                     fields = x + first * group_bytes + quant_bytes * tile + 4 * token
                     w, scales = memory + _QUANTS, memory + _SCALES
-                    if token == 0:
-                        prepare(kind, panel, first, memory, 0)
                     multiply(kind, fine, 0, q, plane_bytes, w, even)
-                    for g in range(0, n, 2):
+                    for g in range(0, n - 1, 2):
                         if token == 0:
-                            for ahead in range(g + 1, min(g + 3, n)):
-                                prepare(kind, panel, first + ahead, memory, ahead)
-                        if g + 1 < n:
-                            multiply(kind, fine, 1, q + group_bytes, plane_bytes, w + _QUANT_BYTES, odd)
+                            prefetch(panel + (first + _CHUNK + g) * block_bytes // groups, ahead_lines)
+                        multiply(kind, fine, 1, q + group_bytes, plane_bytes, w + _QUANT_BYTES, odd)
                         acc = add_group(kind, fine, acc, even, scales, fields, field_bytes)
-                        q, fields = q + 2 * group_bytes, fields + group_bytes
-                        w, scales = w + 2 * _QUANT_BYTES, scales + _SCALE_BYTES
-                        if g + 2 < n:
-                            multiply(kind, fine, 0, q, plane_bytes, w, even)
-                        if g + 1 < n:
-                            acc = add_group(kind, fine, acc, odd, scales, fields, field_bytes)
+                        w += 2 * _QUANT_BYTES
+                        if g + 2 < n:  # else this group once more, in vain
+                            q += 2 * group_bytes
+                        multiply(kind, fine, 0, q, plane_bytes, w, even)
                         fields, scales = fields + group_bytes, scales + _SCALE_BYTES
+                        acc = add_group(kind, fine, acc, odd, scales, fields, field_bytes)
+                        fields, scales = fields + group_bytes, scales + _SCALE_BYTES
+                    if n % 2:
+                        acc = add_group(kind, fine, acc, even, scales, fields, field_bytes)
                     if first + n < n_groups:
                         store_tile(acc, kept, _VECTOR, TILE_ROWS, 0)
                     else:
