@@ -251,6 +251,12 @@ def test_chat_templates(tmp_path):
         ({"pre_tokenizer": {"type": "Whitespace"}}, UnsupportedModelError, "Whitespace"),
         ({"pre_tokenizer": PLAIN | {"add_prefix_space": True}}, UnsupportedModelError, "ByteLevel"),
         ({"pre_tokenizer": None}, UnsupportedModelError, "neither bytes nor"),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": 3}},
+            UnsupportedModelError,
+            "neither bytes nor",
+        ),
+        ({"model": {"vocab": {"a": 0}, "merges": None}}, CheckpointError, r"model\.merges is None"),
         ({"added_tokens": [{"id": 2}]}, CheckpointError, "lacks id or content"),
         ({"added_tokens": [added(2, "x")]}, CheckpointError, "token 2 is '!' and, as an added token, 'x'"),
     ],

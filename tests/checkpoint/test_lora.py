@@ -116,7 +116,12 @@ def test_a_gguf_file_that_is_something_else(unpack, fields, said):
      ({"use_dora": True}, UnsupportedModelError, "use_dora = True is not supported"),
      ({"bias": "all"}, UnsupportedModelError, "bias = 'all'"),
      ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, "modules_to_save"),
-     ({"lora_alpha": "x"}, CheckpointError, "lora_alpha is 'x'; allowed: a number")],
+     ({"lora_alpha": "x"}, CheckpointError, "lora_alpha is 'x'; allowed: a number"),
+     ({"lora_alpha": 1e308}, CheckpointError, r"lora_alpha is 1e\+308; allowed: a number below 1e\+06"),
+     ({"use_rslora": "yes"}, CheckpointError, "use_rslora is 'yes'; allowed: true, false"),
+     ({"alpha_pattern": "q_proj"}, CheckpointError, "alpha_pattern is 'q_proj'; allowed: an object"),
+     ({"alpha_pattern": {"(": 1}}, UnsupportedModelError, r"the alpha_pattern '\(' is not supported"),
+     ({"alpha_pattern": {"(a+)+b": 1}}, UnsupportedModelError, "none of them behind a bracket")],
 )  # fmt: skip
 def test_a_configuration_that_is_not_supported(unpack, change, error, said):
     folder = unpack("llama")
@@ -134,6 +139,7 @@ def changed(folder, change):
 
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q_B = Q_A.replace("lora_A", "lora_B")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +150,9 @@ Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
      (lambda t: t.update({Q_A.replace("q_proj", "x_proj"): t[Q_A],
                           Q_A.replace("q_proj.lora_A", "x_proj.lora_B"): t[Q_A]}),
       UnsupportedModelError, "x_proj is unknown in the architecture llama"),
+     (lambda t: t.update({Q_A: t[Q_A][:0].copy(), Q_B: t[Q_B][:, :0].copy()}), CheckpointError,
+      r"q_proj have shapes \[0, 64\] and \[64, 0\]; they must be \[rank, inputs\]"),
+     (lambda t: t.update({Q_B: t[Q_B][:, 0].copy()}), CheckpointError, r"shapes \[2, 64\] and \[64\]"),
      (lambda t: t.update({"other": t[Q_A]}), UnsupportedModelError, r"the tensor other \(F32\) is not supported"),
      (lambda t: t.update({Q_A.replace("layers.0", "layers.7"): t.pop(Q_A),
                           Q_A.replace("layers.0", "layers.7").replace("_A", "_B"): t.pop(Q_A.replace("_A", "_B"))}),
@@ -168,6 +177,22 @@ def test_what_is_not_there(unpack):
     (folder / "adapter").mkdir()
     with pytest.raises(ModelNotFoundError, match=r"adapter_config\.json cannot be read"):
         opened(folder)
+
+
+def test_the_first_pattern_that_fits_a_module_gives_its_alpha(unpack):
+    """As in PEFT: at the end of the name, and an expression's alternatives belong together."""
+    folder = unpack("llama")
+    path = folder / "adapter" / "adapter_config.json"
+    base = json.loads(path.read_text()) | {"lora_alpha": 1.0, "use_rslora": False}
+    path.write_text(json.dumps(base | {"alpha_pattern": {}}))
+    _, _, plain = opened(folder)
+    path.write_text(
+        json.dumps(base | {"alpha_pattern": {"x_proj|q_proj": 4.0, r"layers\.\d+\.self_attn\..*": 8.0}})
+    )
+    _, _, found = opened(folder)
+    for name, (_, b) in plain.matrices.items():
+        factor = 4 if "attn_q" in name else 8 if "attn" in name else 1
+        assert np.array_equal(found.matrices[name][1], b * np.float32(factor)), name
 
 
 @pytest.mark.parametrize("adapters", ["path", {"": "path"}, {3: "path"}])

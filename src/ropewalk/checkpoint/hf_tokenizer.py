@@ -164,7 +164,10 @@ def _from_json(saved: Mapping[str, Any], label: str) -> tuple[_Draft, dict[str, 
     draft = _Draft(label, {i: token for token, i in vocab.items()})
     if len(draft.tokens) < len(vocab):
         raise CheckpointError(f"{label}: two tokens of model.vocab have the same id")
-    merges = [_merge(pair, label) for pair in model.get("merges", [])]
+    listed = model.get("merges", [])
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{label}: model.merges is {show(listed)}; it must be a list of pairs")
+    merges = [_merge(pair, label) for pair in listed]
     steps = list(_flat(saved.get("pre_tokenizer"), "pretokenizers"))
     if any(s.get("type") == "ByteLevel" for s in steps):
         return draft, _byte_level(saved, model, merges, steps, label)
@@ -182,7 +185,8 @@ def _flat(step: object, inside: str) -> Iterator[Mapping[str, Any]]:
     """The steps of a pipeline, sequences of steps opened."""
     if isinstance(step, Mapping):
         if step.get("type") == "Sequence":
-            for each in step.get(inside) or []:
+            steps = step.get(inside)
+            for each in steps if isinstance(steps, list) else ():
                 yield from _flat(each, inside)
         else:
             yield step
@@ -380,10 +384,7 @@ def _ends_of_text(
     for step in _flat(saved.get("post_processor"), "processors"):
         single = step.get("single")
         if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
-            first, last = (
-                item.get("SpecialToken", {}).get("id") if isinstance(item, Mapping) else None
-                for item in (single[0], single[-1])
-            )
+            first, last = (_special_id(item) for item in (single[0], single[-1]))
     found: dict[str, object] = {}
     for name, text in (("bos", first), ("eos", last)):
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -392,6 +393,12 @@ def _ends_of_text(
         wanted = said if isinstance(said, bool) else by_template
         found[f"tokenizer.ggml.add_{name}_token"] = bool(wanted and i is not None)
     return found
+
+
+def _special_id(item: object) -> object:
+    """The text of the special token that an item of a template stands for, if it is one."""
+    token = item.get("SpecialToken") if isinstance(item, Mapping) else None
+    return token.get("id") if isinstance(token, Mapping) else None
 
 
 def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
@@ -408,7 +415,7 @@ def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
         return {}
     named = {"default": found} if isinstance(found, str) else found
     if isinstance(named, list):
-        named = {row.get("name"): row.get("template") for row in named if isinstance(row, Mapping)}
+        named = {str(row.get("name")): row.get("template") for row in named if isinstance(row, Mapping)}
     if not isinstance(named, Mapping) or not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise CheckpointError(f"{folder}: the chat template is {show(found)}; it must be a text")
     key = "tokenizer.chat_template"

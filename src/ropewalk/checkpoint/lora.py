@@ -6,6 +6,7 @@ multiplied by the adapter's scale: alpha / rank, or alpha / sqrt(rank) with `use
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ from ropewalk.checkpoint.assemble import PLAIN, Source, Transpose, to_float32
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.header import TensorInfo
 from ropewalk.checkpoint.hf_config import FAMILIES
-from ropewalk.checkpoint.names import STEPS, TABLES, Names, Sizes
+from ropewalk.checkpoint.names import STEPS, TABLES, TEXT_PREFIXES, Names, Sizes
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.checkpoint.safetensors import open_safetensors
 from ropewalk.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -45,6 +46,7 @@ _NEUTRAL = {  # keys of adapter_config.json, and the values that mean "not used"
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
 }
+MAX_ALPHA = 1e6
 _TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
@@ -127,8 +129,10 @@ def _read_gguf(path: Path, architecture: str) -> Pairs:
                 f"{path} is for the architecture {found!r}; the model's is {architecture!r}"
             )
         alpha = file.metadata.get("adapter.lora.alpha")
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise CheckpointError(f"{path}: adapter.lora.alpha is {alpha!r}; allowed: a number")
+        if not isinstance(alpha, int | float) or not abs(alpha) < MAX_ALPHA:
+            raise CheckpointError(
+                f"{path}: adapter.lora.alpha is {alpha!r}; allowed: a number below {MAX_ALPHA:g}"
+            )
         stems = _stems(path, file.tensors, {".lora_a", ".lora_b"})
         pairs = {stem: (file.tensor(stem + ".lora_a"), file.tensor(stem + ".lora_b")) for stem in stems}
     return {stem: (a, b * np.float32(alpha / len(a) if alpha else 1.0)) for stem, (a, b) in pairs.items()}
@@ -168,7 +172,13 @@ def _read_peft(path: Path, architecture: str, sizes: Sizes) -> Pairs:
     names = _table_for(path, architecture, list(halves)) if halves else {}
     pairs: Pairs = {}
     for module, found in halves.items():
-        scale = _scale(config, module, len(found["A"]))
+        a, b = found["A"], found["B"]
+        if a.ndim != 2 or b.ndim != 2 or not b.shape[1] == len(a) > 0:
+            raise CheckpointError(
+                f"{weights}: lora_A and lora_B of {module} have shapes {list(a.shape)} and {list(b.shape)}; "
+                "they must be [rank, inputs] and [outputs, rank]"
+            )
+        scale = _scale(config, module, len(a), str(path / "adapter_config.json"))
         for target, steps in names[module]:
             b = found["B"]
             shape = b.shape
@@ -179,7 +189,8 @@ def _read_peft(path: Path, architecture: str, sizes: Sizes) -> Pairs:
                     continue  # an adapter is stored as [outputs, rank] even where its matrix is not
                 shape = step.shape(source, shape)
                 b = step.apply(b, True)
-            pairs[target] = (found["A"], b * np.float32(scale))
+            with np.errstate(over="ignore"):  # what is not finite is refused in the end
+                pairs[target] = (found["A"], b * np.float32(scale))
     return pairs
 
 
@@ -192,6 +203,8 @@ def _peft_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UnsupportedModelError(f"{path}: peft_type is not LORA, the only kind that is supported")
+    if config.get("use_rslora") not in (True, False, None):
+        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r:.80}; allowed: true, false")
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
             raise UnsupportedModelError(
@@ -200,15 +213,36 @@ def _peft_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+def _scale(config: Mapping[str, Any], module: str, rank: int, label: str) -> float:
     """alpha / rank; patterns give some modules an alpha of their own (their ranks show in the shapes)."""
-    alpha = config.get("lora_alpha", rank)
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?{pattern}", module):
-            alpha = own
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise CheckpointError(f"lora_alpha is {alpha!r}; allowed: a number")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, Mapping):
+        raise CheckpointError(f"{label}: alpha_pattern is {patterns!r:.80}; allowed: an object")
+    chosen = (own for pattern, own in patterns.items() if _module_pattern(pattern, label).fullmatch(module))
+    alpha = next(chosen, config.get("lora_alpha", rank))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < MAX_ALPHA:
+        raise CheckpointError(f"{label}: lora_alpha is {alpha!r:.80}; allowed: a number below {MAX_ALPHA:g}")
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _module_pattern(pattern: str, label: str) -> re.Pattern[str]:
+    """What PEFT looks for at the end of a module's name; expressions that could take for ever are refused."""
+    quantifiers = re.findall(r"[*+{]", pattern)
+    if len(pattern) <= 200 and len(quantifiers) <= 3 and not re.search(r"\)[*+{]", pattern):
+        with contextlib.suppress(re.error):
+            return re.compile(rf"(?:.*\.)?(?:{pattern})")
+    raise UnsupportedModelError(
+        f"{label}: the alpha_pattern {pattern!r:.80} is not supported; supported: names of modules, and expressions "
+        "of up to 200 characters with three of * + {, none of them behind a bracket"
+    )
+
+
+def _text_name(module: str) -> str:
+    """The name that a module has in a model of text alone."""
+    for prefix, replacement in TEXT_PREFIXES:
+        if module.startswith(prefix):
+            return replacement + module.removeprefix(prefix)
+    return module
 
 
 def _table_for(
@@ -218,7 +252,7 @@ def _table_for(
     fewest = modules
     for kind in dict.fromkeys(f.table for f in FAMILIES.values() if f.architecture == architecture):
         names = Names(TABLES[kind])
-        found = {module: names.find(module + ".weight") for module in modules}
+        found = {module: names.find(_text_name(module) + ".weight") for module in modules}
         missing = [module for module, targets in found.items() if targets is None]
         if not missing:
             return {m: [(name, steps) for name, steps, _ in targets or ()] for m, targets in found.items()}
