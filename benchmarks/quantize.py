@@ -1,6 +1,7 @@
 """How much does quantizing lose? `ropewalk quantize` beside llama.cpp's own quantizer, type by type, on one model.
 
     python benchmarks/quantize.py MODEL --peer-python /path/to/python [--types Q4_K_M,Q6_K] [--calibration TEXT]
+        [--windows 4] [--prompts 20] [--threads N] [--json]
 
 MODEL is anything `ropewalk run` takes, best one of float weights; others are dequantized to float16 first. The other
 Python is one that has llama-cpp-python installed. Both quantizers start from the same float16 file. For each type:
@@ -8,10 +9,12 @@ Python is one that has llama-cpp-python installed. Both quantizers start from th
 1. size, time, and the squared error of all quantized weights over their squares;
 2. the KL divergence from the float16 model's distribution, mean over the positions of the first `--windows` windows of
    512 tokens of the text, and the perplexity of that text. Both files are run by Ropewalk, so that nothing but the
-   weights differs;
-3. with `--calibration`, a third file, ours with an importance matrix from that text;
-4. whether llama.cpp opens our file, and in how many of twenty prompts its greedy continuation of 32 tokens is ours.
-   Where it is not, the two engines' rounding decided a near-tie (docs/fidelity.md).
+   weights differs. Both are also compared position by position: the standard error of such a difference is what decides
+   whether one file is better than the other;
+3. with `--calibration`, each quantizer's file again with the same importance matrix from that text, which should not be
+   the one that is measured;
+4. with `--prompts`, whether llama.cpp opens our file, and in how many prompts its greedy continuation of 32 tokens is
+   ours. Where it is not, how far apart the float32 reference holds the two tokens (docs/fidelity.md).
 
 Prints Markdown, or with `--json` one JSON object.
 """
@@ -28,9 +31,9 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from fidelity import HERE, PROMPTS, TEXT, Peer, windows_of
+from fidelity import HERE, PROMPTS, TEXT, Peer, compare_greedy, windows_of
 
-from ropewalk import LLM, SamplingParams, __version__
+from ropewalk import LLM, __version__
 from ropewalk.checkpoint.base import open_checkpoint
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.hub import resolve
@@ -38,6 +41,7 @@ from ropewalk.checkpoint.mixes import mix_named
 from ropewalk.imatrix import collect, split_windows
 from ropewalk.kernels.team import available_threads
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.reference import Reference
 from ropewalk.passes import log_softmax
 from ropewalk.quantize import quantize_model
 
@@ -56,10 +60,13 @@ def ours(source: Path, target: Path, kind: str, threads: int, importance=None) -
     return time.perf_counter() - start
 
 
-def theirs(python: str, source: Path, target: Path, kind: str, threads: int) -> float:
+def theirs(python: str, source: Path, target: Path, kind: str, threads: int, importance=None) -> float:
     """Quantize with llama.cpp; seconds."""
     worker = [python, str(HERE / "worker_quantize.py"), str(source), str(target)]
     worker += [str(mix_named(kind).file_type), str(threads)]
+    if importance:
+        np.savez(target.with_suffix(".npz"), **importance)
+        worker.append(str(target.with_suffix(".npz")))
     done = subprocess.run(worker, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the llama.cpp worker failed:\n{done.stderr[-2000:]}")
@@ -86,70 +93,91 @@ def distributions(path: Path, windows: list[list[int]], threads: int) -> list[np
         return [log_softmax(llm.logits(w)).astype(np.float32) for w in windows]
 
 
-def against(truth: list[np.ndarray], path: Path, windows: list[list[int]], threads: int) -> dict[str, float]:
-    """KL divergence from the float16 model, and perplexity."""
+def against(
+    truth: list[np.ndarray], path: Path, windows: list[list[int]], threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """KL divergence from the float16 model at each position, and −log p of each token but a window's first."""
     kl, nll = [], []
     with LLM(path, n_threads=threads) as llm:
         for window, p in zip(windows, truth, strict=True):
             q = log_softmax(llm.logits(window))
             kl.append((np.exp(p.astype(np.float64)) * (p - q)).sum(-1))
             nll.append(-q[np.arange(len(window) - 1), window[1:]])
-    values = np.concatenate(kl)
+    return np.concatenate(kl), np.concatenate(nll)
+
+
+def standard_error(values: np.ndarray) -> float:
+    return float(values.std() / np.sqrt(len(values)))
+
+
+def summary(kl: np.ndarray, nll: np.ndarray) -> dict[str, float]:
     return {
-        "kl_mean": float(values.mean()),
-        "kl_standard_error": float(values.std() / np.sqrt(len(values))),
-        "kl_p99": float(np.quantile(values, 0.99)),
-        "perplexity": float(np.exp(np.mean(np.concatenate(nll)))),
+        "kl_mean": float(kl.mean()),
+        "kl_standard_error": standard_error(kl),
+        "kl_p99": float(np.quantile(kl, 0.99)),
+        "perplexity": float(np.exp(nll.mean())),
     }
 
 
-def agreement(path: Path, peer: Peer, folder: Path, threads: int) -> int:
-    """In how many prompts both engines write the same tokens from our file."""
-    with LLM(path, n_threads=threads) as llm:
-        prompts = [llm.encode(text) for text in PROMPTS]
-        params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
-        mine = [output.token_ids for output in llm.generate(prompts, params)]
+def beside(ours: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+    """Differences of two files at the same positions, ours less theirs: of the KL, and of log perplexity."""
+    kl, nll = (a - b for a, b in zip(ours, theirs, strict=True))
+    return {
+        "kl": float(kl.mean()),
+        "kl_standard_error": standard_error(kl),
+        "log_perplexity": float(nll.mean()),
+        "log_perplexity_standard_error": standard_error(nll),
+    }
+
+
+def partings(path: Path, peer: Peer, options: argparse.Namespace, threads: int) -> list[dict]:
+    """Both engines' greedy texts from our file; see `fidelity.compare_greedy`."""
     peer.model = path
-    other = peer.run(folder, greedy=prompts, steps=STEPS)
-    return sum(list(a) == list(b) for a, b in zip(mine, other, strict=True))
+    with open_gguf(path) as file, LLM(path, n_threads=threads) as llm:
+        config = ModelConfig.from_gguf(file.metadata, file.tensors)
+        reference = Reference(config, file, keep_bytes=2**33)
+        return compare_greedy(llm, reference, peer, options.prompts, STEPS)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict:
-    threads = options.threads or available_threads()
+    threads, python = options.threads or available_threads(), options.peer_python
     base = folder / "base.gguf"
     ours(resolve(options.model), base, "F16", threads)
     with LLM(base, n_threads=threads) as llm:
-        windows = windows_of(llm, TEXT.read_text("utf-8"), 512, options.windows)
+        windows = windows_of(llm, options.text.read_text("utf-8"), 512, options.windows)
     truth = distributions(base, windows, threads)
     nll = [-p[np.arange(len(w) - 1), w[1:]] for p, w in zip(truth, windows, strict=True)]
     importance = calibrate(base, options.calibration) if options.calibration else None
-    peer = Peer(options.peer_python, base, threads, 1024)
+    peer = Peer(python, base, threads, 1024)
     rows = {}
     for kind in options.types.split(","):
         a, b = folder / "ours.gguf", folder / "theirs.gguf"
-        files = {"Ropewalk": (a, ours(base, a, kind, threads))}
-        if importance:
-            c = folder / "calibrated.gguf"
-            files["Ropewalk, calibrated"] = (c, ours(base, c, kind, threads, importance))
-        files["llama.cpp"] = (b, theirs(options.peer_python, base, b, kind, threads))
-        rows[kind] = {
-            who: {
-                "bytes": path.stat().st_size,
-                "seconds": seconds,
-                "weight_error": weight_error(base, path),
-                **against(truth, path, windows, threads),
-            }
-            for who, (path, seconds) in files.items()
-        }
-        rows[kind]["same_text"] = agreement(a, peer, folder, threads)
+        files, found = {}, {}
+        for weights, words in ((None, ""), (importance, ", calibrated"))[: 2 if importance else 1]:
+            for who, path, seconds in (
+                (f"Ropewalk{words}", a, ours(base, a, kind, threads, weights)),
+                (f"llama.cpp{words}", b, theirs(python, base, b, kind, threads, weights)),
+            ):
+                found[who] = against(truth, path, windows, threads)
+                files[who] = {
+                    "bytes": path.stat().st_size,
+                    "seconds": seconds,
+                    "weight_error": weight_error(base, path),
+                    **summary(*found[who]),
+                }
+            files[f"Ropewalk{words}"]["beside"] = beside(
+                found[f"Ropewalk{words}"], found[f"llama.cpp{words}"]
+            )
+            if not words and options.prompts:
+                files["Ropewalk"]["greedy"] = partings(a, peer, options, threads)
+        rows[kind] = files
         print(kind, json.dumps(rows[kind]), file=sys.stderr, flush=True)
     return {
         "model": Path(options.model).name,
         "positions": sum(map(len, windows)),
-        "versions": [f"ropewalk {__version__}", peer.version],
+        "versions": [f"ropewalk {__version__}", *([peer.version] if peer.version else [])],
         "threads": threads,
         "perplexity": float(np.exp(np.mean(np.concatenate(nll)))),
-        "prompts": len(PROMPTS),
         "types": rows,
     }
 
@@ -172,20 +200,41 @@ def markdown(result: dict) -> str:
         f"{result['positions']} positions, {', '.join(result['versions'])}, {result['threads']} threads. Perplexity of",
         f"the float16 model: {result['perplexity']:.3f}. Both files are run by Ropewalk.",
         "",
-        "| type | MB | quantizer | seconds | error of weights | mean KL (nats) | KL, 99 % | perplexity | same text |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+        "| type | MB | quantizer | seconds | error of weights | mean KL (nats) | KL, 99 % | perplexity "
+        "| KL beside llama.cpp | perplexity beside it |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for kind, row in result["types"].items():
-        for who, each in row.items():
-            if who == "same_text":
-                continue
-            same = f"{row['same_text']} of {result['prompts']}" if who == "Ropewalk" else ""
+    for kind, files in result["types"].items():
+        for who, each in files.items():
             lines.append(
                 f"| {kind} | {each['bytes'] / 1e6:.1f} | {who} | {each['seconds']:.1f} | {each['weight_error']:.3e} | "
                 f"{each['kl_mean']:.4f} ± {each['kl_standard_error']:.4f} | {each['kl_p99']:.3f} | "
-                f"{each['perplexity']:.3f} | {same} |"
+                f"{each['perplexity']:.3f} | {differences(each)} |"
             )
+    greedy = {kind: files["Ropewalk"].get("greedy") for kind, files in result["types"].items()}
+    if any(greedy.values()):
+        lines += [
+            "",
+            "| type | same greedy text | gap where they part: median | largest |",
+            "|---|---:|---:|---:|",
+        ]
+        lines += [f"| {kind} | {gaps(rows)} |" for kind, rows in greedy.items() if rows]
     return "\n".join(lines)
+
+
+def differences(each: dict) -> str:
+    """Two cells: how much smaller KL and perplexity are than llama.cpp's."""
+    if (other := each.get("beside")) is None:
+        return "|"
+    ratio, error = np.expm1(other["log_perplexity"]), other["log_perplexity_standard_error"]
+    return f"{other['kl']:+.4f} ± {other['kl_standard_error']:.4f} | {100 * ratio:+.2f} ± {100 * error:.2f} %"
+
+
+def gaps(rows: list[dict]) -> str:
+    """Three cells: how many texts are the same, and how far the reference holds the tokens apart elsewhere."""
+    apart = [abs(row["gap_reference"]) for row in rows if row["equal"] < row["tokens"]]
+    found = f"{np.median(apart):.3f} | {max(apart):.3f}" if apart else "|"
+    return f"{len(rows) - len(apart)} of {len(rows)} | {found}"
 
 
 def main() -> None:
@@ -193,8 +242,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--types", default=TYPES)
+    parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text to measure on")
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--calibration", type=Path)
+    parser.add_argument(
+        "--prompts", type=int, default=0, help=f"greedy texts to compare, up to {len(PROMPTS)}"
+    )
+    parser.add_argument("--calibration", type=Path, help="UTF-8 text for an importance matrix")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

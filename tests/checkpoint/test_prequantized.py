@@ -5,11 +5,13 @@ MXFP4 and FP8 with blocks to packers that are written out below from their descr
 """
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ropewalk import LLM
 from ropewalk.checkpoint.base import open_checkpoint
 from ropewalk.checkpoint.prequantized import METHODS, join
 from ropewalk.checkpoint.quants import MXFP4_LEVELS, dequantize
@@ -17,6 +19,7 @@ from ropewalk.checkpoint.safetensors import open_safetensors
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
+from ropewalk.quantize import Requantized
 
 PACKED = np.load(Path(__file__).parents[1] / "data" / "prequantized.npz")
 CONFIGS = json.loads(str(PACKED["config"]))
@@ -235,6 +238,111 @@ def test_gpt_oss_with_mxfp4_experts_is_gpt_oss_with_the_numbers_written_out(tmp_
         config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
         logits.append(Reference(config, checkpoint).logits([5, 9, 7, 8]))
     assert np.array_equal(*logits)
+
+
+# Through the engine's kernels.
+
+
+def gptq(rows, columns, zero=8):
+    codes, scales, zeros, _ = affine(4, rows, columns, 32, zero)
+    return {
+        "qweight": pack_down(codes.T, 4),
+        "qzeros": pack((zeros.T - 1) % 16, 4),
+        "scales": scales.T.copy(),
+    }
+
+
+def awq(rows, columns):
+    codes, scales, zeros, _ = affine(4, rows, columns, 32, None)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    return {
+        "qweight": pack(codes.T, 4, order),
+        "qzeros": pack(zeros.T, 4, order),
+        "scales": scales.T.copy(),
+    }
+
+
+def int8(rows, columns, scales="weight_scale"):
+    rng = np.random.default_rng(rows + columns)
+    codes = rng.integers(-127, 128, (rows, columns)).astype(np.int8)
+    if scales == "SCB":
+        return {"weight": codes, "SCB": rng.random(rows, np.float32) + np.float32(0.3)}
+    return {"weight": codes, scales: (rng.random((rows, 1), np.float32) + np.float32(0.3)) / np.float32(127)}
+
+
+def fp8(rows, columns):
+    rng = np.random.default_rng(rows + columns)
+    codes = rng.integers(0, 120, (rows, columns)) | (rng.integers(0, 2, (rows, columns)) << 7)
+    return {
+        "weight": ("F8_E4M3", codes.astype(np.uint8)),
+        "weight_scale_inv": np.full((1, 1), 0.004, np.float32),
+    }
+
+
+def nf4(rows, columns):
+    rng = np.random.default_rng(rows + columns)
+    parts, _ = stored_case("nf4")
+    state = json.loads(bytes(parts["x.weight.quant_state.bitsandbytes__nf4"])) | {"shape": [rows, columns]}
+    return {
+        "weight": rng.integers(0, 256, (rows * columns // 2, 1)).astype(np.uint8),
+        "weight.absmax": rng.random(rows * columns // state["blocksize"], np.float32) + np.float32(0.2),
+        "weight.quant_map": parts["x.weight.quant_map"],
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("packer", "method", "fmt", "smaller"),
+    [
+        (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}, "Q4_0", None),
+        (lambda *n: gptq(*n, None), {"quant_method": "gptq", "bits": 4, "group_size": 32}, "Q4_1", None),
+        (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, "Q4_1", None),
+        (int8, CONFIGS["int8"], "Q8_0", "Q5_0"),
+        (lambda *n: int8(*n, "SCB"), CONFIGS["int8, bitsandbytes"], "Q8_0", "Q5_0"),
+        (nf4, CONFIGS["nf4"], "F16", "Q5_0"),
+        (fp8, FP8, "F16", "Q5_0"),
+    ],
+    ids=["gptq", "gptq, zero points", "awq", "int8", "int8, bitsandbytes", "nf4", "fp8"],
+)
+@pytest.mark.filterwarnings("ignore:nothing becomes smaller")
+def test_the_kernels_compute_with_them(tmp_path, folders, packer, method, fmt, smaller):
+    """Their logits are the reference's, also where loading quantizes what is larger once more."""
+    parts = folders.parts("llama, wide heads")
+    for name in [n for n in parts.tensors if n.endswith("_proj.weight")]:
+        packed = packer(*parts.tensors.pop(name).shape)
+        parts.tensors |= {name.removesuffix("weight") + part: array for part, array in packed.items()}
+    parts.config["quantization_config"] = method
+    folder = folders.write(tmp_path / "m", parts)
+    held_to_the_reference(open_checkpoint(folder), LLM(folder, n_threads=2), fmt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = Requantized(open_checkpoint(folder), "q4")
+    held_to_the_reference(again, LLM(folder, n_threads=2, quantize="q4"), smaller or fmt)
+
+
+def test_the_kernels_compute_with_mxfp4_experts(tmp_path, folders):
+    parts, rng = folders.parts("gpt_oss"), np.random.default_rng(6)
+    for name in [n for n in parts.tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = parts.tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16))
+        parts.tensors[name + "_blocks"] = blocks.astype(np.uint8)
+        exponents = rng.integers(121, 125, (experts, rows, columns // 32))
+        parts.tensors[name + "_scales"] = exponents.astype(np.uint8)
+    parts.config["quantization_config"] = {"quant_method": "mxfp4"}
+    folder = folders.write(tmp_path / "m", parts)
+    held_to_the_reference(open_checkpoint(folder), LLM(folder, n_threads=2), "MXFP4", "ffn_up_exps")
+
+
+def held_to_the_reference(checkpoint, llm, fmt, stem="ffn_up"):
+    ids = [5, 9, 7, 8, 3, 60, 44, 21, 17]
+    with checkpoint, llm:
+        assert checkpoint.tensors[f"blk.1.{stem}.weight"].format.name == fmt
+        config = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+        expected, found = Reference(config, checkpoint).logits(ids), llm.logits(ids)
+    assert np.abs(found - expected).std() < 0.01 * expected.std()
 
 
 @pytest.mark.parametrize(
