@@ -27,6 +27,10 @@ SEEDED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(seed=3, max_tokens=None, ignore_eos=True)
 
 
+def seeded(seed, **options):
+    return SamplingParams(**({"seed": seed, "max_tokens": 12, "ignore_eos": True} | options))
+
+
 class Slow(ToyBackend):
     """A step takes a moment, and what ran is written down; `gate` can hold a step back."""
 
@@ -238,6 +242,133 @@ class TestStreams:
             llm.backend.gate.set()
             assert (await second).timings.time_to_first_token_s > waited_s
             await first.aclose()
+
+        run(main)
+
+
+class TestForks:
+    def test_each_goes_on_as_it_would_alone(self):
+        async def main(engine, llm):
+            first = engine.stream("abc", SEEDED)
+            begun = [(await anext(first)).token_id for _ in range(5)]
+            second = await first.fork(seeded(8))
+            third = await second.fork(seeded(9))
+            ends = [[chunk async for chunk in stream][-1].output for stream in (third, second, first)]
+            alone = [toy_llm(context_length=512, kv_tokens=2048) for _ in range(3)]
+            prompt = [0, 1, 2, *begun]
+            for output, seed, other in zip(ends, (9, 8), alone, strict=False):
+                (rest,) = other.generate(prompt, seeded(seed, max_tokens=7))
+                assert output.token_ids == begun + rest.token_ids
+            assert ends[2].token_ids == alone[2].generate("abc", SEEDED)[0].token_ids
+            assert [output.prompt for output in ends] == ["abc"] * 3
+
+        run(main)
+
+    def test_it_begins_with_the_next_chunk_of_its_reader(self):
+        """Also where the request that is forked has come to its end meanwhile."""
+
+        async def main(engine, llm):
+            first = engine.stream("abc", SEEDED)
+            begun = [(await anext(first)).token_id for _ in range(2)]
+            await settled(engine)
+            fork = await first.fork(seeded(3))
+            rest = [chunk async for chunk in fork]
+            assert [chunk.token_id for chunk in rest] == [chunk.token_id async for chunk in first]
+            assert rest[-1].output.token_ids[:2] == begun
+            with pytest.raises(GenerationError, match="closed and cannot be forked"):
+                await fork.fork()
+
+        run(main)
+
+    def test_before_the_first_chunk_and_one_of_several_completions(self):
+        async def main(engine, llm):
+            first = engine.stream("abc", seeded(5, n=3))
+            fork = await first.fork(seeded(4), request_id="mine")
+            (alone,) = toy_llm(context_length=512, kv_tokens=2048).generate("abc", seeded(4))
+            assert [chunk.token_id async for chunk in fork] == alone.token_ids
+            assert fork.request_id == "mine"
+            begun = []
+            while len(begun) < 4:
+                chunk = await anext(first)
+                begun += [chunk.token_id] if chunk.index == 2 else []
+            other = await first.fork(seeded(6), index=2)
+            output = [chunk async for chunk in other][-1].output
+            assert output.token_ids[:4] == begun and len(output.outputs) == 1
+            await first.aclose()
+
+        run(main)
+
+    def test_what_is_refused(self):
+        async def main(engine, llm):
+            first = engine.stream("abc", SEEDED, request_id="first")
+            chunks = [await anext(first) for _ in range(3)]
+            stop = next(chunk.text for chunk in chunks if chunk.text)
+            for options, words in (
+                ({"params": seeded(1, stop=stop)}, f"stop has {stop!r}, which is in what was read"),
+                ({"params": seeded(1, n=2)}, "n is 2; allowed for a fork: 1"),
+                ({"params": seeded(1, max_tokens=3)}, "max_tokens is 3; allowed for this fork: more"),
+                ({"index": 1}, r"index is 1; allowed: 0 \.\.\. 0"),
+                ({"request_id": "first"}, "request_id is 'first'; allowed: one that is not in use"),
+            ):
+                with pytest.raises(InvalidParameterError, match=words):
+                    await first.fork(**options)
+            await first.aclose()
+            with pytest.raises(GenerationError, match="this stream is closed"):
+                await first.fork()
+
+        run(main)
+
+    def test_one_whose_reader_is_cancelled_leaves_nothing(self):
+        async def main(engine, llm):
+            first = engine.stream("abc", LONG)
+            await anext(first)
+            llm.backend.gate.clear()
+            await until(llm.backend.entered.is_set)
+            fork = asyncio.create_task(first.fork(seeded(8)))
+            await until(lambda: len(engine._worker.mailboxes) == 2)
+            fork.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fork
+            llm.backend.gate.set()
+            await until(lambda: len(engine._worker.mailboxes) == 1)
+            await first.aclose()
+
+        run(main)
+
+    def test_the_engine_is_closed_meanwhile(self):
+        async def main(engine, llm):
+            first = engine.stream("abc", LONG)
+            await anext(first)
+            llm.backend.gate.clear()
+            await until(llm.backend.entered.is_set)
+            fork = asyncio.create_task(first.fork(seeded(8)))
+            await until(lambda: len(engine._worker.mailboxes) == 2)
+            closing = asyncio.create_task(engine.close())
+            await until(lambda: not engine.is_alive)
+            llm.backend.gate.set()
+            with pytest.raises(GenerationError, match="this AsyncEngine is closed"):
+                await fork
+            await closing
+            with pytest.raises(GenerationError, match="this AsyncEngine is closed"):
+                await first.fork()
+
+        run(main)
+
+    def test_of_a_request_that_was_aborted_before_its_first_step(self):
+        async def main(engine, llm):
+            llm.backend.gate.clear()
+            busy = engine.stream("a", LONG)
+            await until(llm.backend.entered.is_set)
+            first = engine.stream("abc", SEEDED, request_id="first")
+            aborting = asyncio.create_task(engine.abort("first"))
+            await asyncio.sleep(0)
+            forking = asyncio.create_task(first.fork(seeded(8)))
+            await until(lambda: len(engine._worker.mailboxes) == 3)
+            llm.backend.gate.set()
+            (alone,) = toy_llm(context_length=512, kv_tokens=2048).generate("abc", seeded(8))
+            assert [chunk.token_id async for chunk in await forking] == alone.token_ids
+            assert await aborting and [chunk async for chunk in first] == []
+            await busy.aclose()
 
         run(main)
 

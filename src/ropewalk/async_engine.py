@@ -1,27 +1,19 @@
 """The front door for event loops: `AsyncEngine` runs an `LLM` on a thread of its own.
 
-The thread steps while there is work and blocks, without using the CPU, while there is none. Requests come from any
-thread and any event loop; each has a `_Mailbox`, into which the step puts its chunks, and which wakes the loop that
-waits for them, if one does. So a step never waits for a reader, and what a slow reader has not fetched yet is at most
-what its request may generate. Prompts, steps and texts are the business of `LLM` and its `Driver`.
+The thread, a `Worker`, steps while there is work and blocks, without using the CPU, while there is none. Requests come
+from any thread and any event loop; each has a `Mailbox`, into which the step puts its chunks. What a slow reader has
+not fetched yet is at most what its request may generate. Prompts, steps and texts are the business of `LLM` and its
+`Driver`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import os
-import threading
-import time
-import uuid
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -29,11 +21,13 @@ from ropewalk.engine.statistics import Statistics
 from ropewalk.errors import GenerationError, InvalidParameterError
 from ropewalk.generation import Generation, nothing
 from ropewalk.llm import LLM
+from ropewalk.mailbox import Mailbox
 from ropewalk.options import DEFAULT_MODEL, LLMKeywords
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
 from ropewalk.prompts import ChatKeywords, Prepared, Prompt, RequestKeywords
 from ropewalk.truncation import Conversation
+from ropewalk.worker import Worker
 
 
 class AsyncEngine:
@@ -72,7 +66,7 @@ class AsyncEngine:
             self.llm = llm
         else:
             self.llm = LLM(llm, **options)
-        self._worker = _Worker(self.llm, opened)
+        self._worker = Worker(self.llm.driver, self.llm.close if opened else nothing)
         weakref.finalize(self, self._worker.stop).atexit = False  # at exit there is one that waits
 
     # Generating.
@@ -150,10 +144,13 @@ class AsyncEngine:
         return await self._result(self.llm.prompts.prepare_chat(messages, params, **options), request_id)
 
     def _stream(self, prepared: Prepared, request_id: str | None) -> AsyncStream:
-        return AsyncStream(self, self._worker.submit(prepared, request_id))
+        return AsyncStream(
+            self, self._worker.submit(partial(prepared.submit, self.llm.driver), request_id), {}
+        )
 
     async def _result(self, prepared: Prepared, request_id: str | None) -> RequestOutput:
-        mailbox = self._worker.submit(prepared, request_id, keep_chunks=False)
+        begin = partial(prepared.submit, self.llm.driver)
+        mailbox = self._worker.submit(begin, request_id, keep_chunks=False)
         try:
             return await mailbox.result()
         finally:
@@ -224,10 +221,11 @@ class AsyncStream(AsyncIterator[StreamChunk]):
     request_id : str
     """
 
-    def __init__(self, engine: AsyncEngine, mailbox: _Mailbox) -> None:
+    def __init__(self, engine: AsyncEngine, mailbox: Mailbox, n_read: dict[int, int]) -> None:
         self.request_id = mailbox.request_id
         self._engine = engine
         self._mailbox = mailbox
+        self._n_read = n_read  # tokens of each completion that the reader has
         self._closed = False
 
     @property
@@ -245,10 +243,58 @@ class AsyncStream(AsyncIterator[StreamChunk]):
         if self._mailbox.is_awaited:
             raise RuntimeError("another task waits for the next chunk of this stream")
         try:
-            return await self._mailbox.next()
+            chunk = await self._mailbox.next()
         except BaseException:  # the end, a failure, or the task was cancelled
             self._close()
             raise
+        self._n_read[chunk.index] = self._n_read.get(chunk.index, 0) + 1
+        return chunk
+
+    async def fork(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        index: int = 0,
+        priority: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncStream:
+        """Return a stream of another continuation of what was read so far; see `Stream.fork`.
+
+        It is queued when this returns, before the next step. What this stream has drawn and its reader has not read
+        makes no difference, except under a constraint, which can only be forked where it is.
+
+        Parameters
+        ----------
+        params, index, priority
+            As in `Stream.fork`.
+        request_id : str, optional
+            As in `AsyncEngine.stream`.
+
+        Raises
+        ------
+        InvalidParameterError
+            As `Stream.fork` does, or if the name is in use.
+        GenerationError
+            If the stream was closed or has failed, or the engine is closed or has died.
+        """
+        if self._closed:
+            raise GenerationError("this stream is closed and cannot be forked")
+        driver, source, n_read = self._engine.llm.driver, self._mailbox, dict(self._n_read)
+
+        def begin() -> Generation:
+            if source.generation is None:
+                assert source.error is not None, "a request that never began has failed"
+                raise source.error
+            return driver.fork(source.generation, n_read, params, index=index, priority=priority)
+
+        mailbox = self._engine._worker.submit(begin, request_id)
+        fork = AsyncStream(self._engine, mailbox, {0: n_read.get(index, 0)})
+        try:
+            await asyncio.wrap_future(mailbox.begun)
+        except BaseException:  # refused, or the task was cancelled
+            fork._close()
+            raise
+        return fork
 
     async def aclose(self) -> None:
         """End the request, unless it has ended; the iterator is exhausted then."""
@@ -260,255 +306,3 @@ class AsyncStream(AsyncIterator[StreamChunk]):
     def _close(self) -> None:
         self._closed = True
         self._engine._worker.abort(self._mailbox)
-
-
-class _Mailbox:
-    """What a request has to say, from the thread that steps to the one task that reads.
-
-    Attributes
-    ----------
-    generation : Generation or None
-        The request while the engine has it.
-    output, error, aborted
-        How it ended; set before `ended`.
-    ended : Future of None
-    """
-
-    def __init__(self, request_id: str, keep_chunks: bool) -> None:
-        self.request_id = request_id
-        self.generation: Generation | None = None
-        self.output: RequestOutput | None = None
-        self.error: BaseException | None = None
-        self.aborted = False
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # a reader that is cancelled does not cancel it
-        self._keep_chunks = keep_chunks
-        self._chunks: deque[StreamChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._lock = threading.Lock()
-
-    # Written by the thread that steps.
-
-    def put(self, chunks: Iterable[StreamChunk]) -> None:
-        if self._keep_chunks:
-            self._chunks.extend(chunks)
-            self._wake()
-
-    def end(self, output: RequestOutput | None, error: BaseException | None, aborted: bool) -> None:
-        self.output, self.error, self.aborted = output, error, aborted
-        self.generation = None
-        self.ended.set_result(None)
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._lock:
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits any more
-                waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
-
-    # Read by a task of any loop.
-
-    @property
-    def is_awaited(self) -> bool:
-        return self._waiter is not None
-
-    async def next(self) -> StreamChunk:
-        while not self._chunks:
-            if self.ended.done() and not self._chunks:  # the last chunks are put before the end
-                if self.error is not None:
-                    raise self.error
-                raise StopAsyncIteration
-            await self._arrival()
-        return self._chunks.popleft()
-
-    async def result(self) -> RequestOutput:
-        await asyncio.wrap_future(self.ended)
-        if self.error is not None:
-            raise self.error
-        assert self.output is not None, "a request that did not fail has a result"
-        return self.output
-
-    async def _arrival(self) -> None:
-        """Wait for chunks or the end."""
-        waiter = asyncio.get_running_loop().create_future()
-        with self._lock:
-            if self._chunks or self.ended.done():
-                return
-            self._waiter = waiter
-        try:
-            await waiter
-        finally:
-            with self._lock:
-                if self._waiter is waiter:
-                    self._waiter = None
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-class _Worker:
-    """The engine's thread, and the requests that it has.
-
-    What other threads want from it is posted to the driver, and a bell is rung, which wakes it if it sleeps. Both may
-    be done in a `__del__`, which can interrupt any code at all: neither takes a lock that such code could hold.
-
-    Attributes
-    ----------
-    mailboxes : dict of request_id to _Mailbox
-        Of the requests that have not ended. Entered by their callers, taken out by whoever steps.
-    """
-
-    def __init__(self, llm: LLM, closes_llm: bool) -> None:
-        self.mailboxes: dict[str, _Mailbox] = {}
-        self.error: BaseException | None = None
-        self._driver = llm.driver
-        self._close_llm = llm.close if closes_llm else None
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._stopping = False
-        self._over = False
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="ropewalk-engine", daemon=True)
-        atexit.register(self._stop_at_exit)
-        self._thread.start()
-
-    # Called by any thread.
-
-    @property
-    def is_alive(self) -> bool:
-        stopped = self._stopping or self._over or self._pid != os.getpid()
-        return not stopped and self._thread.is_alive()
-
-    def submit(self, prepared: Prepared, request_id: str | None, *, keep_chunks: bool = True) -> _Mailbox:
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        elif not isinstance(request_id, str):
-            raise InvalidParameterError(f"request_id is {request_id!r}; allowed: a string")
-        mailbox = _Mailbox(request_id, keep_chunks)
-        if self.mailboxes.setdefault(request_id, mailbox) is not mailbox:
-            raise InvalidParameterError(f"request_id is {request_id!r}; allowed: one that is not in use")
-        self._post(partial(self._start, mailbox, prepared, time.perf_counter()))
-        if not self.is_alive:  # asked last: a thread that ends after this ends the request too
-            self.mailboxes.pop(request_id, None)
-            raise self._refusal()
-        return mailbox
-
-    def abort(self, mailbox: _Mailbox) -> None:
-        if not mailbox.ended.done():
-            self._post(partial(self._abort, mailbox))
-
-    def stop(self) -> None:
-        self._stopping = True
-        if self._pid == os.getpid():
-            self._bell.put(None)
-
-    def join(self) -> None:
-        if self._pid == os.getpid():
-            self._thread.join()
-
-    def _stop_at_exit(self) -> None:
-        self.stop()
-        self.join()
-
-    def _post(self, action: Callable[[], object]) -> None:
-        if self._pid == os.getpid():
-            self._driver.post(action)
-            self._bell.put(None)
-
-    def check_process(self) -> None:
-        """Raise GenerationError in a forked child, where nothing would ever come."""
-        if self._pid != os.getpid():
-            raise self._refusal()
-
-    def _refusal(self) -> GenerationError:
-        if self._pid != os.getpid():
-            return GenerationError("this AsyncEngine belongs to the process that this one was forked from")
-        if self.error is not None:
-            return GenerationError(f"the thread of this AsyncEngine died: {self.error!r}")
-        return GenerationError("this AsyncEngine is closed")
-
-    # The engine's thread.
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                if not self.mailboxes:
-                    self._bell.get()
-                while not self._bell.empty():
-                    self._bell.get_nowait()
-                if not self._stopping:
-                    self._step()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._finish()
-
-    def _step(self) -> None:
-        try:
-            self._driver.step()
-        except Exception:
-            # A step that failed has ended those that had a part in it; the engine can be used afterwards.
-            if self._driver.closed or any(box.generation for box in list(self.mailboxes.values())):
-                raise
-
-    def _finish(self) -> None:
-        self._over = True
-        for mailbox in list(self.mailboxes.values()):
-            with self._driver.lock:
-                self._end(mailbox, self._refusal())
-        if self._close_llm is not None:
-            self._close_llm()
-        atexit.unregister(self._stop_at_exit)
-
-    # Under the driver's lock, by whichever thread runs the step.
-
-    def _start(self, mailbox: _Mailbox, prepared: Prepared, arrived_s: float) -> None:
-        if mailbox.ended.done():
-            return
-        try:
-            generation = prepared.submit(self._driver)
-        except Exception as error:
-            self._end(mailbox, _caused_by(error))
-            return
-        for request in generation.requests:
-            request.arrived_s = arrived_s
-        mailbox.generation = generation
-        generation.on_advance = partial(self._deliver, mailbox)
-
-    def _deliver(self, mailbox: _Mailbox) -> None:
-        if (generation := mailbox.generation) is None:
-            return
-        mailbox.put(generation.chunks)
-        generation.chunks.clear()
-        if (lost_by := generation.lost_by) is not None:
-            if not isinstance(lost_by, Exception) and threading.current_thread() is self._thread:
-                return  # this thread dies of it, and then ends all requests
-            self._end(mailbox, _caused_by(lost_by, "the step that ran the request failed: "))
-        elif generation.ended:
-            self._end(mailbox, None if generation.error is None else _caused_by(generation.error))
-
-    def _abort(self, mailbox: _Mailbox) -> None:
-        if not mailbox.ended.done():
-            self._end(mailbox, None, aborted=True)
-
-    def _end(self, mailbox: _Mailbox, error: BaseException | None, *, aborted: bool = False) -> None:
-        generation = mailbox.generation
-        self.mailboxes.pop(mailbox.request_id, None)
-        output = None
-        try:
-            if generation is not None:
-                generation.on_advance = nothing
-                self._driver.drop(generation)
-                output = generation.output
-        finally:
-            mailbox.end(output, error, aborted)
-
-
-def _caused_by(cause: BaseException, what: str = "") -> GenerationError:
-    if isinstance(cause, GenerationError):
-        return cause
-    error = GenerationError(f"{what}{cause}" if str(cause) else f"{what}{type(cause).__name__}")
-    error.__cause__ = cause
-    return error

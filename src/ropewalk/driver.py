@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
 from ropewalk.engine.engine import Engine
 from ropewalk.engine.request import Request
 from ropewalk.engine.statistics import Statistics
-from ropewalk.errors import GenerationError
+from ropewalk.errors import GenerationError, InvalidParameterError
 from ropewalk.generation import Generation, nothing
+from ropewalk.params import SamplingParams
 
 if TYPE_CHECKING:
     from ropewalk.text.tokenizer import Tokenizer
@@ -61,6 +63,38 @@ class Driver:
             generation = Generation(request(self.engine).group, prompt, self.tokenizer)
             self.live.update((each.id, generation) for each in generation.requests)
             return generation
+
+    def fork(
+        self,
+        first: Generation,
+        n_read: Mapping[int, int],
+        params: SamplingParams | None,
+        *,
+        index: int,
+        priority: int | None,
+    ) -> Generation:
+        """Queue another continuation of what was read of a completion; `Stream.fork` explains the rest.
+
+        Parameters
+        ----------
+        n_read : mapping of int to int
+            Tokens that were read of each completion; of those that are not there, none.
+        """
+        if not 0 <= index < len(first.requests):
+            raise InvalidParameterError(f"index is {index!r}; allowed: 0 ... {len(first.requests) - 1}")
+        request, n_output = first.requests[index], n_read.get(index, 0)
+        chosen = replace(request.params, n=1, seed=None) if params is None else params
+        with self.lock:
+            generation = self.submit(
+                lambda engine: engine.fork(request, chosen, n_output=n_output, priority=priority),
+                first.prompt,
+            )
+            generation.n_truncated = first.n_truncated
+            stop = generation.skip(n_output)
+            if stop is not None:
+                self.drop(generation)
+                raise InvalidParameterError(f"stop has {stop!r}, which is in what was read; allowed: others")
+        return generation
 
     def advance(self, generation: Generation) -> None:
         """Give a generation that has not ended at least one more token, or its end.

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from ropewalk.driver import Driver
-from ropewalk.errors import GenerationError, InvalidParameterError
+from ropewalk.errors import GenerationError
 from ropewalk.generation import Generation
 from ropewalk.outputs import StreamChunk
 from ropewalk.params import SamplingParams
@@ -92,21 +91,7 @@ class Stream(Generator[StreamChunk, None, None]):
         """
         if self._closed:
             raise GenerationError("this stream is closed and cannot be forked")
-        first = self._started()
-        if not 0 <= index < len(first.requests):
-            raise InvalidParameterError(f"index is {index!r}; allowed: 0 ... {len(first.requests) - 1}")
-        request, n_read = first.requests[index], self._n_read.get(index, 0)
-        if params is None:
-            params = replace(request.params, n=1, seed=None)
-        with self._driver.lock:
-            generation = self._driver.submit(
-                lambda engine: engine.fork(request, params, n_output=n_read, priority=priority), first.prompt
-            )
-            generation.n_truncated = first.n_truncated
-            stop = generation.skip(n_read)
-            if stop is not None:
-                self._driver.drop(generation)
-                raise InvalidParameterError(f"stop has {stop!r}, which is in what was read; allowed: others")
+        generation = self._driver.fork(self._started(), self._n_read, params, index=index, priority=priority)
         return Stream._of(self._driver, generation)
 
     @classmethod
