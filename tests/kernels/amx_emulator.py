@@ -1,6 +1,6 @@
 """AMX for a CPU that has none: a handler of SIGILL that does what the instruction would have done.
 
-    python amx_emulator.py -c CODE ARGUMENT ...        run a program with AMX; its environment has NUMBA_CPU_FEATURES
+    NUMBA_CPU_FEATURES=<features_with_amx()> python -c "import amx_emulator; amx_emulator.install(); ..."
 
 Without AMX, its instructions end in SIGILL. The handler is compiled by Numba, takes no lock and no memory, and knows
 the instructions of our kernels, as Intel's Software Developer's Manual describes them (volume 2, palette 1):
@@ -16,9 +16,7 @@ Every thread has tiles of its own. A thread's state, at STATE + number * STATE_B
 """
 
 import ctypes
-import os
 import signal
-import sys
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -32,10 +30,12 @@ from ropewalk.kernels.simd import (
     emit_call,
     load_i32,
     load_i64,
+    load_ints,
     load_u8,
     load_u16,
     store_i32,
     store_i64,
+    store_ints,
     store_u8,
 )
 
@@ -43,8 +43,8 @@ MAX_THREADS, STATE_BYTES, TILES = 256, 64 + 8 * 1024, 64
 OWNER, CONFIGURED, ROWS, ROW_BYTES = 0, 8, 16, 32
 _state = np.zeros(MAX_THREADS * STATE_BYTES // 8 + 8, np.int64)
 STATE = (_state.ctypes.data + 63) // 64 * 64
-COUNTS = np.zeros(2, np.int64)
-"""Threads so far, and tile products."""
+COUNTS = np.zeros(3, np.int64)
+"""Threads so far, tile products, and what is added to one sum of each product, to be wrong on purpose."""
 _COUNTS = COUNTS.ctypes.data
 
 # ucontext_t of x86-64 Linux: general registers from byte 40 on, in this order for rax, rcx, rdx, rbx, rsp, ... r15.
@@ -53,7 +53,6 @@ _PLACES = sum(
     place << 4 * n for n, place in enumerate((13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7))
 )
 _NOT, _66, _F3, _F2 = range(4)  # the prefix that VEX stands for
-_WRONG = int(os.environ.get("AMX_EMULATOR_WRONG", "0"))  # added to a sum of every product
 
 
 @intrinsic
@@ -153,24 +152,39 @@ def configure(state, source):
 
 
 @inline
+def copy(target, source, n):
+    if n % 8 == 0:
+        for i in range(0, n, 8):
+            store_i64(target + i, load_i64(source + i))
+    else:
+        for i in range(n):
+            store_u8(target + i, load_u8(source + i))
+
+
+@inline
 def load_tile(state, tile, source, stride):
     clear(tile_at(state, tile), 1024)
     for row in range(rows_of(state, tile)):
-        for i in range(bytes_of(state, tile)):
-            store_u8(tile_at(state, tile) + 64 * row + i, load_u8(source + stride * row + i))
+        copy(tile_at(state, tile) + 64 * row, source + stride * row, bytes_of(state, tile))
 
 
 @inline
 def store_tile(state, tile, target, stride):
     for row in range(rows_of(state, tile)):
-        for i in range(bytes_of(state, tile)):
-            store_u8(target + stride * row + i, load_u8(tile_at(state, tile) + 64 * row + i))
+        copy(target + stride * row, tile_at(state, tile) + 64 * row, bytes_of(state, tile))
 
 
 @inline
 def extended(byte, is_signed):
     value = np.int32(byte)
     return value - np.int32(256) if is_signed and value > 127 else value
+
+
+@inline
+def byte_of_lanes(lanes, i, is_signed):
+    """Byte i of each of 16 lanes, as an integer."""
+    value = (lanes >> (8 * i)) & 255
+    return value - ((value >> 7) << 8) if is_signed else value
 
 
 @inline
@@ -183,18 +197,15 @@ def multiply(state, c, a, b, signed_a, signed_b):
         return False
     if rows_of(state, b) * 4 != inner or bytes_of(state, b) != n_columns:
         return False
-    for m in range(n_rows):
-        for k in range(0, inner, 4):
-            for n in range(0, n_columns, 4):
-                at = tile_at(state, c) + 64 * m + n
-                total = load_i32(at)
-                for i in range(4):
-                    u = extended(load_u8(tile_at(state, a) + 64 * m + k + i), signed_a)
-                    v = extended(load_u8(tile_at(state, b) + 16 * k + n + i), signed_b)
-                    total = np.int32(total + u * v)
-                store_i32(at, total)
-    if _WRONG:
-        store_i32(tile_at(state, c), np.int32(load_i32(tile_at(state, c)) + _WRONG))
+    for k in range(0, inner, 4):  # bytes beyond a row of b are zero
+        lanes = load_ints(tile_at(state, b) + 16 * k)
+        for i in range(4):
+            v = byte_of_lanes(lanes, i, signed_b)
+            for m in range(n_rows):
+                u = extended(load_u8(tile_at(state, a) + 64 * m + k + i), signed_a)
+                at = tile_at(state, c) + 64 * m
+                store_ints(at, load_ints(at) + v * u)
+    store_i32(tile_at(state, c), np.int32(load_i32(tile_at(state, c)) + load_i64(_COUNTS + 16)))
     store_i64(_COUNTS + 8, load_i64(_COUNTS + 8) + 1)
     return True
 
@@ -315,11 +326,3 @@ def features_with_amx() -> str:
     """What NUMBA_CPU_FEATURES has to be, so that LLVM lets AMX through: those of this CPU, and the tiles."""
     features = dict(llvm.get_host_cpu_features()) | {"amx-tile": True, "amx-int8": True}
     return ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
-
-
-if __name__ == "__main__":
-    install()
-    flag, what, *sys.argv[1:] = sys.argv[1:]
-    if flag != "-c":
-        sys.exit("amx_emulator.py -c CODE ARGUMENT ...")
-    exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
