@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -157,11 +158,15 @@ def test_experts_are_quantized_one_after_the_other(tmp_path):
     name, importance = "blk.0.ffn_up_exps.weight", rng.random((3, 64)).astype(np.float32)
     tensor = NewTensor(name, experts.shape, FORMATS["F32"])
     write_gguf(tmp_path / "a.gguf", {"general.architecture": "x"}, [tensor], [[experts.view(np.uint8)]])
-    with open_gguf(tmp_path / "a.gguf") as model:
-        quantize_model(model, tmp_path / "b.gguf", MIXES["Q4_0"], importance={name: importance})
-    found = open_gguf(tmp_path / "b.gguf").raw(name)
-    for i in range(3):
-        assert np.array_equal(found[i], encode_rows(experts[i], FORMATS["Q4_0"], importance[i]))
+    for target, given in (
+        ("b.gguf", importance),
+        ("c.gguf", importance.ravel()),
+    ):  # the second as in .dat files
+        with open_gguf(tmp_path / "a.gguf") as model:
+            quantize_model(model, tmp_path / target, MIXES["Q4_0"], importance={name: given})
+        found = open_gguf(tmp_path / target).raw(name)
+        for i in range(3):
+            assert np.array_equal(found[i], encode_rows(experts[i], FORMATS["Q4_0"], importance[i]))
     assert not np.array_equal(found[0], encode_rows(experts[0], FORMATS["Q4_0"]))
 
 
@@ -356,6 +361,9 @@ def test_importance_files_go_round(tmp_path, small):
         "blk.0.ffn_up_exps.weight": Sums(rng.random((3, 256)), np.array([4.0, 0.0, 6.0])),
     }
     write_imatrix(tmp_path / "i.gguf", sums, text="t", n_windows=2, window=5)
+    other = {t.name: t for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    assert other["blk.0.ffn_up_exps.weight.in_sum2"].shape.tolist() == [256, 3]
+    assert other["blk.0.ffn_up_exps.weight.counts"].data.tolist() == [[4], [0], [6]]
     found = read_imatrix(tmp_path / "i.gguf")
     assert np.allclose(found["blk.0.attn_q.weight"], sums["blk.0.attn_q.weight"].squares[0] / 10)
     experts = found["blk.0.ffn_up_exps.weight"]

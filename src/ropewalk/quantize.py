@@ -96,8 +96,7 @@ def quantize_model(
     """
     check_target(checkpoint, path, overwrite)
     chosen = plan_formats(checkpoint, mix)
-    importance = dict(importance or {})
-    _check_importance(checkpoint, importance)
+    importance = _fitting(checkpoint, importance or {})
     tensors = [NewTensor(n, checkpoint.tensors[n].shape, f) for n, f in chosen.items()]
     twice = tuple(n for n, f in chosen.items() if _was_quantized(checkpoint.tensors[n], f))
     if twice:
@@ -142,17 +141,23 @@ def check_target(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
             )
 
 
-def _check_importance(checkpoint: Checkpoint, importance: Mapping[str, Floats]) -> None:
+def _fitting(checkpoint: Checkpoint, importance: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Importance in the shape of its tensors: llama.cpp's older files have that of all experts in one row."""
+    found = {}
     for name, values in importance.items():
         if name not in checkpoint.tensors:
             raise InvalidParameterError(f"the importance matrix names {name}, which the model does not have")
         shape = checkpoint.tensors[name].shape
+        if len(shape) > 2 and values.shape == (shape[0] * shape[-1],):
+            values = values.reshape(shape[0], shape[-1])
         if values.shape not in (shape[-1:], (*shape[:-2], shape[-1])):
             raise InvalidParameterError(
                 f"the importance of {name} has shape {list(values.shape)}; the tensor's is {list(shape)}"
             )
         if not np.isfinite(values).all() or values.min(initial=0) < 0:
             raise InvalidParameterError(f"the importance of {name} is not finite and at least 0 everywhere")
+        found[name] = values
+    return found
 
 
 def _streams(
