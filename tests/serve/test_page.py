@@ -1,5 +1,6 @@
 """The page in a real browser, on the real model: what a person does, and what must never happen."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ def answered(page):
 def test_an_answer_is_that_of_the_api_and_follow_ups_see_it(open_page, smol):
     page = open_page()
     ask(page)
-    text = answered(page).removesuffix("<|im_end|>").rstrip()
+    text = answered(page).rstrip()
     body = {"messages": [{"role": "user", "content": QUESTION}], "seed": 7, "max_tokens": 40}
     body |= {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     expected = smol.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
@@ -209,6 +210,93 @@ CONTRAST = """() => {
   });
   return found.sort((x, y) => x[0] - y[0])[0];
 }"""
+
+
+def test_on_a_narrow_screen_everything_can_be_reached(open_page):
+    page = open_page(viewport={"width": 360, "height": 740})
+    top = page.locator("#inside").bounding_box()["y"]
+    for name in ("#messages", "#question", "#send", "#stop"):
+        box = page.locator(name).bounding_box()
+        assert box["y"] + box["height"] <= top, f"{name} is covered"
+
+
+def canned(page, deltas, trace=None):
+    """Have answers of the server replaced by these."""
+    choices = [
+        {"index": 0, "delta": {"content": text}, **({"trace": [trace]} if trace else {})} for text in deltas
+    ]
+    body = (
+        "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
+    )
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+    )
+
+
+def test_markup_is_text_in_questions_answers_and_candidates(open_page, smol):
+    page = open_page()
+    markup = "<img src=x onerror='window.ran=1'><script>window.ran=2</script> &lt; **a**"
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "trace": 3}
+    trace = smol.post("/v1/chat/completions", body).json()["choices"][0]["trace"][0]
+    trace["text"] = trace["candidates"][0]["text"] = markup
+    canned(page, [markup], trace)
+    ask(page, markup)
+    assert answered(page) == markup
+    assert page.locator("article.user .text").inner_text() == markup
+    page.hover(".token")
+    page.wait_for_selector("#token tbody tr")
+    assert page.locator("img, main script").count() == 0
+    assert page.evaluate("window.ran") is None
+
+
+def test_parts_of_characters_are_shown_but_are_no_text(open_page, smol):
+    """Most emoji are several tokens, of which only the last one brings text."""
+    page = open_page()
+    bodies = []
+
+    def with_regex(route):
+        bodies.append({**json.loads(route.request.post_data), "regex": "[😀-🙏]{3}"})
+        route.continue_(post_data=json.dumps(bodies[-1]))
+
+    page.route("**/v1/chat/completions", with_regex)
+    ask(page)
+    text = answered(page)
+    del bodies[0]["stream_options"]
+    expected = smol.post("/v1/chat/completions", {**bodies[0], "stream": False}).json()["choices"][0]
+    assert text == expected["message"]["content"]
+    assert len(text) == 3
+    assert page.locator(".token").count() == len(expected["trace"]) > 4
+
+
+def test_a_long_answer_is_drawn_a_frame_at_a_time(open_page, smol):
+    """Drawn token by token, 7,000 tokens took more than a minute of the browser's time."""
+    page = open_page()
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "trace": 3}
+    trace = smol.post("/v1/chat/completions", body).json()["choices"][0]["trace"][0]
+    canned(page, [f" word{i}" for i in range(1000)], trace)
+    page.evaluate("""() => {
+      window.drawn = 0;
+      new MutationObserver(() => window.drawn++).observe(document.getElementById("pages"), { childList: true });
+    }""")
+    page.fill("#question", "a")
+    page.press("#question", "Enter")
+    assert answered(page).endswith("word999")
+    assert page.locator(".token").count() == 1000
+    assert 0 < page.evaluate("window.drawn") < 500
+
+
+def test_a_server_that_breaks_off_is_told(browser, smol):
+    page = browser.new_page()
+    page.goto(smol.url)
+    page.wait_for_selector("#model option", state="attached")
+    ask(page)
+    page.wait_for_selector(".token")
+    for connection in list(smol.server.server_state.connections):
+        smol.server.servers[0].get_loop().call_soon_threadsafe(connection.transport.abort)
+    page.wait_for_selector("text=The connection to the server broke off.")
+    assert page.locator(".token").count() > 0, "what there was stays"
+    assert smol.becomes_idle()
+    page.close()
 
 
 def test_the_page_may_only_load_from_its_own_server(smol):

@@ -33,7 +33,9 @@ export class Api {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new ApiError("The connection to the server broke off.");
+      });
       if (done) throw new ApiError("The server ended the answer too early.");
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();

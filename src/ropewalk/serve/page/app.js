@@ -39,7 +39,7 @@ async function answer() {
   const asked = { ...settings(), model: $("model").value, messages: conversation(messages.length) };
   const message = { role: "assistant", content: "", tokens: [], cached: 0, asked };
   messages.push(message);
-  const view = show(message);
+  const view = { ...show(message), fresh: [], drawing: 0 };
   running = new AbortController();
   $("stop").disabled = false;
   $("send").disabled = true;
@@ -53,6 +53,7 @@ async function answer() {
   } catch (error) {
     tell(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
   }
+  draw(message, view);
   running = null;
   $("stop").disabled = true;
   $("send").disabled = false;
@@ -63,56 +64,68 @@ async function answer() {
 function take(event, message, view) {
   if (event.usage) {
     message.cached = event.usage.prompt_tokens_details.cached_tokens;
-    const last = message.tokens.findLast((token) => token.trace);
-    if (last) showPages($("pages"), last.trace.step, message.cached);
+    view.drawing ||= requestAnimationFrame(() => draw(message, view));
   }
   const choice = event.choices[0];
   if (!choice) return;
   const trace = choice.trace?.[0];
   const text = choice.delta.reasoning_content ?? choice.delta.content ?? "";
   if (!text && !trace) return;
-  tell("Answering …");
   message.content += choice.delta.content ?? "";
   const token = { text, trace };
-  message.tokens.push(token);
+  if (message.tokens.push(token) === 1) tell("Answering …");
   const span = element("span", { class: "token" }, text);
-  if (trace) mark(span, token, message, view);
+  if (trace) mark(span, token, message);
+  view.fresh.push(span);
+  view.drawing ||= requestAnimationFrame(() => draw(message, view));
+}
+
+// Show what has come: once a frame, since each time the browser lays out the whole answer.
+function draw(message, view) {
+  cancelAnimationFrame(view.drawing);
+  view.drawing = 0;
   const box = $("messages");
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-  view.text.append(span);
+  view.text.append(...view.fresh.splice(0));
   if (atEnd) box.scrollTop = box.scrollHeight;
-  if (trace) {
-    if (message.tokens.filter((t) => t.trace).length === 1) message.cached = trace.step.first_position;
-    showSpeed($("speed"), trace.step, bound);
-    showPages($("pages"), trace.step, message.cached);
-  }
+  const last = message.tokens.findLast((token) => token.trace);
+  if (!last) return;
+  showSpeed($("speed"), last.trace.step, bound);
+  showPages($("pages"), last.trace.step, message.cached);
 }
 
 // ---- tokens that can be looked at: one of an answer is in the order of the Tab key, arrows move between them
 
-function mark(span, token, message, view) {
+const marked = new WeakMap(); // from the element of a token to {token, message}
+
+function mark(span, token, message) {
   const { text, trace } = token;
-  if (text === "") {
-    span.classList.add("end");
-    span.textContent = trace.text || "end";
+  const first = message.tokens.length === 1;
+  if (first) message.cached = trace.step.first_position;
+  if (text === "") { // the end, or a part of a character: shown, but no part of the text
+    span.classList.add("silent");
+    span.dataset.text = trace.text.includes("\ufffd") ? "·" : trace.text || "end";
   }
   if (trace.probability < 0.3) span.classList.add("unsure");
   span.setAttribute("role", "button");
-  span.setAttribute("tabindex", view.text.querySelector("[tabindex='0']") ? "-1" : "0");
-  span.setAttribute("aria-label", `${text || "end"}, probability ${(100 * trace.probability).toFixed(0)} percent`);
-  const look = () => inspect(span, token, message);
-  span.addEventListener("mouseenter", look);
-  span.addEventListener("click", look);
-  span.addEventListener("focus", look);
-  span.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
-    const next = step && span[step];
-    if (!next) return;
-    event.preventDefault();
-    span.tabIndex = -1;
-    next.tabIndex = 0;
-    next.focus();
-  });
+  span.setAttribute("tabindex", first ? "0" : "-1");
+  span.setAttribute("aria-label", `${text || span.dataset.text}, probability ${(100 * trace.probability).toFixed(0)} percent`);
+  marked.set(span, { token, message });
+}
+
+function look({ target }) {
+  const found = marked.get(target);
+  if (found) inspect(target, found.token, found.message);
+}
+
+function walk(event) {
+  const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+  const next = step && marked.has(event.target) && event.target[step];
+  if (!next) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
 }
 
 function inspect(span, token, message) {
@@ -204,6 +217,8 @@ $("composer").addEventListener("submit", (event) => { event.preventDefault(); as
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
 });
+["mouseover", "click", "focusin"].forEach((kind) => $("messages").addEventListener(kind, look));
+$("messages").addEventListener("keydown", walk);
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", () => { running?.abort(); messages.length = 0; $("messages").replaceChildren(); tell(""); $("question").focus(); });
 $("key").addEventListener("change", () => { api.key = $("key").value.trim(); begin(); });
