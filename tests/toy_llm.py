@@ -70,6 +70,26 @@ class Scripted(ToyBackend):
         return logits
 
 
+class Reading(ToyBackend):
+    """Has hidden states too: each token, its position and the number of those before it; `calls` lists what ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.config.hidden_size, self.config.pooling = 3, None
+        self.calls = []
+
+    def forward(self, batch, cache):
+        self.calls.append("step")
+        return super().forward(batch, cache)
+
+    def hidden(self, batch, cache):
+        self.calls.append("piece")
+        super().forward(batch, cache)
+        written = cache.slots[:, 0] >= 0
+        each = [batch.tokens, batch.positions, np.full(len(batch.tokens), written.sum())]
+        return np.stack(each, axis=1).astype(np.float32)
+
+
 def toy_llm(backend=None, tokenizer=None, template=None, **options):
     sizes = {"context_length": 64, "kv_tokens": 256} | options
     return LLM.from_parts(backend or ToyBackend(), tokenizer or ToyTokenizer(), template, **sizes)

@@ -2,17 +2,19 @@
 
 A thread that waits for a `Generation` takes the lock, runs a step, and hands what came of it to every generation that
 had a part in it; so any number of threads share the steps of one engine, and none needs to know of the others.
-`LLM` steps on the threads of its callers, `AsyncEngine` on a thread of its own. Does not know prompts, only token ids.
+`LLM` steps on the threads of its callers, `AsyncEngine` on a thread of its own. What else needs the model for long is
+cut into pieces, and a step of the engine is followed by one of them. Does not know prompts, only token ids.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from ropewalk.engine.engine import Engine
@@ -24,6 +26,13 @@ from ropewalk.params import SamplingParams
 
 if TYPE_CHECKING:
     from ropewalk.text.tokenizer import Tokenizer
+
+
+Result = TypeVar("Result")
+
+TURN_S = 0.0005
+"""For which a thread with pieces to run stays away from the lock after a step, if others may want it: who waits for a
+lock wakes up later than who comes by."""
 
 
 class Driver:
@@ -46,6 +55,7 @@ class Driver:
         self.lock = threading.RLock()
         self.closed = False
         self._posted: deque[Callable[[], object]] = deque()
+        self._works: deque[_Work[Any]] = deque()
         self._picture = engine.statistics()
         _drivers.add(self)
 
@@ -139,7 +149,37 @@ class Driver:
             for generation in advanced:
                 generation.advance(self.engine)
                 generation.on_advance()
+            if self._works and self._works[0].advance():
+                self._works.popleft()
             self._picture = self.engine.statistics()
+
+    def run(self, pieces: Generator[None, None, Result]) -> Result:
+        """Run `pieces` one by one, each under the lock and after a step of the engine, and return their result.
+
+        Whoever steps runs them, this thread or another; so neither these nor what the engine has wait for the whole of
+        the other. Of several works the first goes on until it ends: each may hold a KV cache.
+
+        Raises
+        ------
+        GenerationError
+            If the engine was closed, or another thread was interrupted in one of the pieces.
+        Exception
+            What a piece raises; and what the backend raises in a step that is run here.
+        """
+        work = _Work(pieces)
+        self._works.append(work)
+        try:
+            while not work.ended:
+                with self.lock:
+                    if not work.ended:
+                        self.step()
+                if not work.ended and self.engine.has_unfinished:
+                    time.sleep(TURN_S)
+        finally:
+            with self.lock:
+                if work in self._works:
+                    self._works.remove(work)
+        return work.result()
 
     def _lose_all(self, error: BaseException) -> None:
         for generation in dict.fromkeys(self.live.values()):
@@ -179,9 +219,39 @@ class Driver:
     def after_fork(self) -> None:
         """In a child, end what only a thread of the parent waits for."""
         self._posted.clear()
+        self._works.clear()
         for generation in dict.fromkeys(self.live.values()):
             if generation.on_advance is not nothing:
                 self.drop(generation)
+
+
+class _Work(Generic[Result]):
+    """Pieces that some thread waits for; `ended` once there are no more."""
+
+    def __init__(self, pieces: Generator[None, None, Result]) -> None:
+        self.ended = False
+        self._pieces = pieces
+        self._result: list[Result] = []
+        self._error: Exception = GenerationError("a piece of this was interrupted in another thread")
+
+    def advance(self) -> bool:
+        """Run a piece; return whether it was the last."""
+        try:
+            next(self._pieces)
+        except StopIteration as end:
+            self.ended, self._result = True, [end.value]
+        except Exception as error:
+            self.ended, self._error = True, error
+        except BaseException:
+            self.ended = True
+            raise
+        return self.ended
+
+    def result(self) -> Result:
+        """What the pieces returned; or raise what they did."""
+        if not self._result:
+            raise self._error
+        return self._result[0]
 
 
 _drivers: WeakSet[Driver] = WeakSet()

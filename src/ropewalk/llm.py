@@ -398,6 +398,8 @@ class LLM(Closing):
     ) -> Float32Array:
         """Return a vector for each text, made of the hidden states after the last layer's norm.
 
+        A text is read in steps of `token_budget` tokens, between which requests of other threads get theirs.
+
         Parameters
         ----------
         texts : str, token ids, or a sequence of either
@@ -423,17 +425,8 @@ class LLM(Closing):
             raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
         ids = self.prompts.several_ids(texts)
         vectors = np.empty((len(ids), self.config.hidden_size), np.float32)
-        with self.driver.lock:
-            self.driver.check_open()
-            for i, text in enumerate(ids):
-                states = self._passes.hidden(text, number)
-                vectors[i] = (
-                    states[-1]
-                    if chosen == "last"
-                    else states[0]
-                    if chosen == "cls"
-                    else states.mean(0, dtype=np.float64)
-                )
+        for vector, text in zip(vectors, ids, strict=True):
+            vector[:] = self.driver.run(self._passes.embedding(text, chosen, number))
         if normalize:
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         return vectors

@@ -1,4 +1,4 @@
-"""Passes over tokens that are given, outside the engine's loop: logits, hidden states, and scores of continuations.
+"""Passes over tokens that are given, outside the engine's loop: logits, embeddings, and scores of continuations.
 
 A pass has a KV cache of its own for as long as it takes. Several sequences share its steps, and a beginning that they
 have in common is computed once; neither changes a bit of the results. Knows token ids only.
@@ -6,7 +6,7 @@ have in common is computed once; neither changes a bit of the results. Knows tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -78,13 +78,34 @@ class Passes:
         for batch in _batches([whole], min(self._budget, MAX_LOGIT_ROWS), adapter):
             yield self._backend.forward(_with_logits(batch), cache)
 
-    def hidden(self, token_ids: Sequence[int], adapter: int = -1) -> Float32Array:
-        """Return the last layer's output after the output norm, of every token: float32 [n, hidden_size]."""
+    def embedding(
+        self, token_ids: Sequence[int], pooling: str, adapter: int = -1
+    ) -> Generator[None, None, Float32Array]:
+        """Make a vector of the last layer's output after the output norm, in pieces of one step.
+
+        Parameters
+        ----------
+        pooling : {"mean", "last", "cls"}
+            Of all tokens, of the last, or of the first.
+
+        Returns
+        -------
+        float32 [hidden_size]
+        """
         cache = self._new_cache(pages_for(len(token_ids)))
         whole = _Sequence(_ids(token_ids), 0, _pages(0, len(token_ids)))
-        return np.concatenate(
-            [self._backend.hidden(batch, cache) for batch in _batches([whole], self._budget, adapter)]
-        )
+        parts = []
+        for batch in _batches([whole], self._budget, adapter):
+            if parts:
+                yield
+            parts.append(self._backend.hidden(batch, cache))
+        states = np.concatenate(parts)
+        vector: Float32Array = {
+            "mean": lambda: states.mean(0, dtype=np.float64).astype(np.float32),
+            "last": lambda: states[-1],
+            "cls": lambda: states[0],
+        }[pooling]()
+        return vector
 
     def score(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], adapter: int = -1

@@ -167,7 +167,7 @@ class StopError(Exception):
     pass
 
 
-def test_a_later_run_answers_what_is_left(batch):
+def test_a_later_run_answers_what_is_left(batch, tmp_path):
     lines = [completion(str(i), seed=i, max_tokens=i + 1) for i in range(20)]
 
     def stop(tally):
@@ -176,8 +176,9 @@ def test_a_later_run_answers_what_is_left(batch):
 
     with pytest.raises(StopError):
         batch(lines, on_answer=stop)
+    n_left = 20 - (tmp_path / "out.jsonl").read_bytes().count(b"\n")  # some may end together with the seventh
     answers, tally, _ = batch(lines)
-    assert (tally.n_answered, tally.n_done) == (13, 20)
+    assert (tally.n_answered, tally.n_done) == (n_left, 20) and 0 < n_left <= 13
     for i in range(20):
         (alone,) = toy_llm().generate("ab", SamplingParams(seed=i, max_tokens=i + 1, ignore_eos=True))
         assert answers[str(i)]["body"]["choices"][0]["text"] == alone.text
