@@ -274,7 +274,7 @@ LOGITS = (
     "backend = t.CpuBackend(file, t.ModelConfig.from_gguf(file.metadata, file.tensors), n_threads=2)\n"
     "cache, n = backend.new_cache(40), int(sys.argv[2])\n"
     "logits = t.run(backend, cache, t.TOKENS[:n], rows=[0, n - 1])\n"
-    "print(t.choose_rung().name, hashlib.sha256(logits.tobytes()).hexdigest())\n"
+    "print(t.cpu_module.choose_rung().name, hashlib.sha256(logits.tobytes()).hexdigest())\n"
 )
 
 
