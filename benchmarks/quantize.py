@@ -1,10 +1,12 @@
 """How much does quantizing lose? `ropewalk quantize` beside llama.cpp's own quantizer, type by type, on one model.
 
     python benchmarks/quantize.py MODEL --peer-python /path/to/python [--types Q4_K_M,Q6_K] [--calibration TEXT]
-        [--windows 4] [--prompts 20] [--threads N] [--json]
+        [--noise 0.05] [--windows 4] [--prompts 20] [--threads N] [--json]
 
 MODEL is anything `ropewalk run` takes, best one of float weights; others are dequantized to float16 first. The other
-Python is one that has llama-cpp-python installed. Both quantizers start from the same float16 file. For each type:
+Python is one that has llama-cpp-python installed. Both quantizers start from the same float16 file. Weights that were
+quantized before lie on a grid which a format of the same kind finds again; `--noise` moves them off it, by random
+numbers of that size beside the root mean square of their row. For each type:
 
 1. size, time, and the squared error of all quantized weights over their squares;
 2. the KL divergence from the float16 model's distribution, mean over the positions of the first `--windows` windows of
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +41,18 @@ from ropewalk.checkpoint.base import open_checkpoint
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.hub import resolve
 from ropewalk.checkpoint.mixes import mix_named
+from ropewalk.checkpoint.writer import NewTensor, write_gguf
+from ropewalk.encoder import encode_rows
 from ropewalk.imatrix import collect, split_windows
 from ropewalk.kernels.team import available_threads
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 from ropewalk.passes import log_softmax
-from ropewalk.quantize import quantize_model
+from ropewalk.quantize import plan_formats, quantize_model
 
 TYPES = "Q8_0,Q6_K,Q5_K_M,Q4_K_M,Q4_K_S,Q4_0,Q3_K_M,Q2_K"
 STEPS = 32
+ROWS = 32  # positions whose distributions are compared at a time
 
 
 def ours(source: Path, target: Path, kind: str, threads: int, importance=None) -> float:
@@ -58,6 +64,27 @@ def ours(source: Path, target: Path, kind: str, threads: int, importance=None) -
             model, target, mix_named(kind), importance=importance, n_threads=threads, overwrite=True
         )
     return time.perf_counter() - start
+
+
+def float_file(source: Path, target: Path, noise: float) -> None:
+    """The float16 file that both quantizers start from."""
+    rng = np.random.default_rng(0)
+    with open_checkpoint(source) as model:
+        chosen = plan_formats(model, mix_named("F16"))
+
+        def rows(name: str) -> Iterator[np.ndarray]:
+            raw, info = model.raw(name), model.tensors[name]
+            raw = raw.reshape(-1, raw.shape[-1])
+            for start in range(0, len(raw), 1024):
+                x = info.format.dequantize(raw[start : start + 1024])
+                if chosen[name].name == "F16":
+                    size = np.sqrt(np.square(x).mean(-1, keepdims=True))
+                    x = x + np.float32(noise) * size * rng.standard_normal(x.shape, np.float32)
+                yield encode_rows(x, chosen[name])
+            model.release()
+
+        tensors = [NewTensor(n, model.tensors[n].shape, f) for n, f in chosen.items()]
+        write_gguf(target, model.metadata, tensors, (rows(n) for n in chosen))
 
 
 def theirs(python: str, source: Path, target: Path, kind: str, threads: int, importance=None) -> float:
@@ -80,8 +107,9 @@ def weight_error(source: Path, target: Path) -> float:
         for name, info in b.tensors.items():
             if info.format.bits_per_weight < 16:
                 x, y = a.tensor(name), b.tensor(name)
-                wrong += float(np.square(y - x, dtype=np.float64).sum())
-                total += float(np.square(x, dtype=np.float64).sum())
+                y -= x
+                wrong += float(np.vdot(y, y))
+                total += float(np.vdot(x, x))
                 a.release()
                 b.release()
     return wrong / total if total else 0.0
@@ -90,7 +118,14 @@ def weight_error(source: Path, target: Path) -> float:
 def distributions(path: Path, windows: list[list[int]], threads: int) -> list[np.ndarray]:
     """Log-probabilities of every position of every window, float32 [n, vocab]."""
     with LLM(path, n_threads=threads) as llm:
-        return [log_softmax(llm.logits(w)).astype(np.float32) for w in windows]
+        return [np.concatenate([p.astype(np.float32) for p in rows_of(llm, w)]) for w in windows]
+
+
+def rows_of(llm: LLM, window: list[int]) -> Iterator[np.ndarray]:
+    """Log-probabilities of a window, float64, some positions at a time."""
+    logits = llm.logits(window)
+    for start in range(0, len(window), ROWS):
+        yield log_softmax(logits[start : start + ROWS])
 
 
 def against(
@@ -99,10 +134,11 @@ def against(
     """KL divergence from the float16 model at each position, and −log p of each token but a window's first."""
     kl, nll = [], []
     with LLM(path, n_threads=threads) as llm:
-        for window, p in zip(windows, truth, strict=True):
-            q = log_softmax(llm.logits(window))
-            kl.append((np.exp(p.astype(np.float64)) * (p - q)).sum(-1))
-            nll.append(-q[np.arange(len(window) - 1), window[1:]])
+        for window, wanted in zip(windows, truth, strict=True):
+            for start, q in zip(range(0, len(window), ROWS), rows_of(llm, window), strict=True):
+                p, targets = wanted[start : start + ROWS], window[start + 1 : start + ROWS + 1]
+                kl.append((np.exp(p) * (p - q)).sum(-1))
+                nll.append(-q[np.arange(len(targets)), targets])
     return np.concatenate(kl), np.concatenate(nll)
 
 
@@ -142,7 +178,7 @@ def partings(path: Path, peer: Peer, options: argparse.Namespace, threads: int) 
 def compare(options: argparse.Namespace, folder: Path) -> dict:
     threads, python = options.threads or available_threads(), options.peer_python
     base = folder / "base.gguf"
-    ours(resolve(options.model), base, "F16", threads)
+    float_file(resolve(options.model), base, options.noise)
     with LLM(base, n_threads=threads) as llm:
         windows = windows_of(llm, options.text.read_text("utf-8"), 512, options.windows)
     truth = distributions(base, windows, threads)
@@ -174,6 +210,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict:
         print(kind, json.dumps(rows[kind]), file=sys.stderr, flush=True)
     return {
         "model": Path(options.model).name,
+        "noise": options.noise,
         "positions": sum(map(len, windows)),
         "versions": [f"ropewalk {__version__}", *([peer.version] if peer.version else [])],
         "threads": threads,
@@ -194,11 +231,12 @@ def calibrate(path: Path, text: Path):
 
 
 def markdown(result: dict) -> str:
+    noise = f", with noise of {result['noise']:g}," if result["noise"] else ""
     lines = [
         f"### {result['model']}",
         "",
         f"{result['positions']} positions, {', '.join(result['versions'])}, {result['threads']} threads. Perplexity of",
-        f"the float16 model: {result['perplexity']:.3f}. Both files are run by Ropewalk.",
+        f"the float16 model{noise}: {result['perplexity']:.3f}. Both files are run by Ropewalk.",
         "",
         "| type | MB | quantizer | seconds | error of weights | mean KL (nats) | KL, 99 % | perplexity "
         "| KL beside llama.cpp | perplexity beside it |",
@@ -242,6 +280,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--types", default=TYPES)
+    parser.add_argument("--noise", type=float, default=0.0, help="beside the root mean square of a row")
     parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text to measure on")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Quantizing a model: into a GGUF file (`quantize_model`), or while it is loaded (`Requantized`).
 
-Tensors stream through one after the other, in pieces that all threads work on, so memory stays at one stored tensor
-and a few megabytes. What mixes call for is in `checkpoint.mixes`, how integers are chosen in `kernels.quantize`.
+Tensors stream through one after the other, in pieces that all threads work on, so memory stays at some tens of
+megabytes (and one stored tensor, where a folder's tensors are put together from several). What mixes call for is in `checkpoint.mixes`, how integers are chosen in `kernels.quantize`.
 
 This module does not know engines or the command line.
 """
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Self
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from ropewalk.checkpoint.base import Checkpoint, TensorInfo
 from ropewalk.checkpoint.mixes import Mix, format_for, mix_named, place_of
 from ropewalk.checkpoint.quants import BlockFormat, dequantize
 from ropewalk.checkpoint.writer import NewTensor, write_gguf
+from ropewalk.closing import Closing
 from ropewalk.encoder import recode, threads
 from ropewalk.errors import InvalidParameterError, UnsupportedModelError
 from ropewalk.kernels.team import available_threads
@@ -31,6 +31,8 @@ from ropewalk.kernels.team import available_threads
 Progress = Callable[[str, int, int], None]
 Floats = NDArray[np.float32]
 PLAIN = ("F32", "F16", "BF16")
+RELEASE_BYTES = 1 << 24
+"""After so many bytes of a new tensor the mapped pages of the old one are given back: a few times as many."""
 
 
 def plan_formats(checkpoint: Checkpoint, mix: Mix) -> dict[str, BlockFormat]:
@@ -192,16 +194,22 @@ def _pieces(
     if target is info.format:
         yield raw
         return
+    written = 0
     parts = raw.reshape(-1, *raw.shape[-2:]) if raw.ndim > 2 else raw.reshape(1, -1, raw.shape[-1])
     for i, rows in enumerate(parts):
         weights = importance[i] if importance is not None and importance.ndim > 1 else importance
         try:
-            yield from recode(rows, info.format, target, pool, n_threads, weights)
+            for piece in recode(rows, info.format, target, pool, n_threads, weights):
+                yield piece
+                written += piece.nbytes
+                if written >= RELEASE_BYTES:
+                    checkpoint.release()
+                    written = 0
         except UnsupportedModelError as e:
             raise UnsupportedModelError(f"tensor {info.name}: {e}") from None
 
 
-class Requantized:
+class Requantized(Closing):
     """A checkpoint whose matrices are quantized as they are read. See `checkpoint.base.Checkpoint`.
 
     Only what becomes smaller is changed: a tensor that has as few bits already stays as it is.
@@ -293,11 +301,3 @@ class Requantized:
     def close(self) -> None:
         """Close what is behind it."""
         self._checkpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
