@@ -9,7 +9,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held. Calling it again does nothing."""
+        """Release what is held."""
 
     def __enter__(self) -> Self:
         return self

@@ -17,13 +17,13 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from ropewalk.api.body import read_json
 from ropewalk.api.errors import ApiError
+from ropewalk.closing import Closing
 from ropewalk.errors import BatchError
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -128,7 +128,7 @@ class BatchInput:
         return faults
 
 
-class BatchOutput:
+class BatchOutput(Closing):
     """Answers, each appended as one whole line as soon as it is there. One process at a time may have the file.
 
     Parameters
@@ -252,14 +252,6 @@ class BatchOutput:
         """Make sure that everything is on the disk, and let others have the file."""
         os.fsync(self._fd)
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _custom_id(line: bytes) -> str:

@@ -9,8 +9,8 @@ the file.
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,14 @@ from ropewalk.checkpoint.names import IGNORED, OTHER_SENSES, STEPS, TABLES, TEXT
 from ropewalk.checkpoint.prequantized import join
 from ropewalk.checkpoint.quants import dequantize
 from ropewalk.checkpoint.safetensors import SafeTensors, open_safetensors
+from ropewalk.closing import Closing
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 
 _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 """Keys of `1_Pooling/config.json`, and the numbers of GGUF's `pooling_type`."""
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(Closing):
     """An open model; made by `open_folder`. See `base.Checkpoint`.
 
     Attributes
@@ -91,14 +92,6 @@ class HuggingFaceFolder:
     def close(self) -> None:
         """Unmap the files, at once or when the last view of them is gone. Metadata stays usable."""
         self._stored.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<HuggingFaceFolder {self.path.name}: {len(self.tensors)} tensors>"

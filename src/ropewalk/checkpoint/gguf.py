@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from ropewalk.checkpoint.cursor import StringArray, show
 from ropewalk.checkpoint.files import map_file, release_map
 from ropewalk.checkpoint.header import Header, TensorInfo, read_header
 from ropewalk.checkpoint.quants import dequantize
+from ropewalk.closing import Closing
 from ropewalk.errors import CheckpointError
 
 __all__ = ["GGUF", "StringArray", "TensorInfo", "open_gguf"]
@@ -33,7 +34,7 @@ __all__ = ["GGUF", "StringArray", "TensorInfo", "open_gguf"]
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
-class GGUF:
+class GGUF(Closing):
     """An open model file, or set of split files; made by `open_gguf`. A context manager.
 
     Attributes
@@ -112,14 +113,6 @@ class GGUF:
             # A view is still alive: its own reference keeps the map until it goes.
             with contextlib.suppress(BufferError):
                 data.close()
-
-    def __enter__(self) -> "GGUF":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<GGUF {self.path.name}: {len(self.tensors)} tensors, {len(self.metadata)} metadata keys>"
