@@ -93,7 +93,7 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     meet(tid, words, n_threads, job, clock.ATTEND)
     if job[Job.LATENT] != 0:
         _latent(tid, n_threads, words, job, layer, matrices, base, 1)
-    attended_to_tiles(n_threads, words, job, layer[Layer.OUT_INPUT])
+    attended_to_tiles(tid, n_threads, words, job, layer[Layer.OUT_INPUT])
     meet(tid, words, n_threads, job, clock.POINTWISE)
     width = job[Job.OUT_WIDTH]
     _branch_end(tid, n_threads, words, job, matrices, base + OUT, width, layer[Layer.ATTN_END], clock.OUT)
@@ -110,7 +110,7 @@ def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     if job[Job.LORA_WORKER] != 0:
         gate_up = (job[Job.GATE], stride, job[Job.UP], stride, 0, 0)
         _adapt(tid, n_threads, words, job, base + GATE, 2, job[Job.HIDDEN], gate_up)
-    activated_to_tiles(n_threads, words, job, layer)
+    activated_to_tiles(tid, n_threads, words, job, layer)
     meet(tid, words, n_threads, job, clock.POINTWISE)
     width = layer[Layer.FFN]
     _branch_end(tid, n_threads, words, job, matrices, base + DOWN, width, layer[Layer.FFN_END], clock.DOWN)
@@ -192,14 +192,14 @@ def forward(tid, n_threads, words, job, layers, matrices):
     for number in range(n_layers):
         layer = layers[number]
         norm = (layer[Layer.ATTN_NORM], layer[Layer.ATTN_NORM_BIAS], job[Job.LAYER_NORM])
-        normalise(n_threads, words, job, before, norm, layer[Layer.QKV_INPUT], True)
+        normalise(tid, n_threads, words, job, before, norm, layer[Layer.QKV_INPUT], True)
         meet(tid, words, n_threads, job, clock.NORM)
         _attention_block(tid, n_threads, words, job, layer, matrices, number)
         before = (0, 0, 0)
         if layer[Layer.ATTN_END] == TO_Y and layer[Layer.FFN_END] != ONTO_Y:  # parallel branches end together
             before = (1, layer[Layer.OUT_BIAS], layer[Layer.POST_ATTN_NORM])
         norm = (layer[Layer.FFN_NORM], layer[Layer.FFN_NORM_BIAS], job[Job.LAYER_NORM])
-        normalise(n_threads, words, job, before, norm, layer[Layer.FFN_INPUT], False)
+        normalise(tid, n_threads, words, job, before, norm, layer[Layer.FFN_INPUT], False)
         meet(tid, words, n_threads, job, clock.NORM)
         if layer[Layer.HAS_EXPERTS] != 0:
             _experts_block(tid, n_threads, words, job, layer, matrices, n_layers, number)
@@ -209,7 +209,7 @@ def forward(tid, n_threads, words, job, layers, matrices):
         if layer[Layer.FFN_END] != TO_X:
             before = (1, layer[Layer.DOWN_BIAS], layer[Layer.POST_FFN_NORM])
     if before[0]:
-        normalise(n_threads, words, job, before, (0, 0, 0), 0, False)
+        normalise(tid, n_threads, words, job, before, (0, 0, 0), 0, False)
         meet(tid, words, n_threads, job, clock.NORM)
     if n_logits > 0:
         _logits(tid, n_threads, words, job, matrices[MATRICES_PER_LAYER * n_layers])

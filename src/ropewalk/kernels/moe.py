@@ -330,7 +330,7 @@ def expert_worker() -> int:
         meet(tid, words, n_threads, job, clock.GATE_UP)
         _choose(words, job, moe, layer)
         if has_shared:
-            activated_to_tiles(n_threads, words, job, layer)
+            activated_to_tiles(tid, n_threads, words, job, layer)
         meet(tid, words, n_threads, job, clock.ROUTE)
         product(tid, n_threads, words, 0, job, shared[2], n_tokens, job[Job.Y], 4 * job[Job.HIDDEN], 0)
         if take(words, 1) == 0:

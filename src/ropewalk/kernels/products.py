@@ -16,10 +16,11 @@ from ropewalk.kernels.pointwise import (
     put_group,
 )
 from ropewalk.kernels.simd import call, load_f32, load_floats, splat
-from ropewalk.kernels.sync import chunk_of, next_of_run, take
+from ropewalk.kernels.sync import MAX_HELPED, chunk_of, next_of_run
 from ropewalk.kernels.tables import Job, Layer, Matrix
 
 READS_BYTES, READS_FLOATS = 1, 2
+FEW_TOKENS = 16  # up to so many, what is done between products takes microseconds: nobody is to help
 PREFILL_PANELS = 4  # taken at a time by many tokens: their weights and a tile of activations share a cache
 
 
@@ -30,6 +31,12 @@ def tile_size(n_rest, max_tile):
     while size < n_rest and size < max_tile:
         size *= 2
     return size
+
+
+@inline
+def helped(n_tokens):
+    """Of how many runs a thread takes work between products."""
+    return 1 if n_tokens <= FEW_TOKENS else MAX_HELPED
 
 
 @inline
@@ -101,7 +108,7 @@ def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, 
 
 
 @inline
-def normalise(n_threads, words, job, before, norm, reads, fine):
+def normalise(tid, n_threads, words, job, before, norm, reads, fine):
     """Finish the branch before, then norm into tiles, unless nothing reads them.
 
     `before` says whether there is a branch in Y, and its bias and post-norm; `norm` is what `norm_to_tile` takes.
@@ -109,9 +116,11 @@ def normalise(n_threads, words, job, before, norm, reads, fine):
     n_tokens, hidden = job[Job.N_TOKENS], job[Job.HIDDEN]
     eps, scale = load_f32(job[Job.CONSTANTS]), load_f32(job[Job.CONSTANTS] + 20)
     in_y, bias, post_norm = before
-    chunk = chunk_of(n_tokens, n_threads)
-    first = take(words, 0) * chunk
-    while first < n_tokens:
+    chunk, n_helped = chunk_of(n_tokens, n_threads), helped(n_tokens)
+    n_chunks = (n_tokens + chunk - 1) // chunk
+    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
+    while number < n_chunks:
+        first = number * chunk
         for token in range(first, min(first + chunk, n_tokens)):
             x = job[Job.X] + 4 * hidden * token
             if in_y:
@@ -126,22 +135,24 @@ def normalise(n_threads, words, job, before, norm, reads, fine):
                     job, reads, fine, token, n_tokens, hidden // 32
                 )
                 norm_to_tile(x, norm, hidden, eps, as_bytes, fine, as_floats, tile, place)
-        first = take(words, 0) * chunk
+        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
 @inline
-def attended_to_tiles(n_threads, words, job, reads):
+def attended_to_tiles(tid, n_threads, words, job, reads):
     n_tokens, width = job[Job.N_TOKENS], job[Job.OUT_WIDTH]
     groups = width // 32
-    chunk = chunk_of(n_tokens * groups, n_threads)
-    first = take(words, 0) * chunk
-    while first < n_tokens * groups:
+    chunk, n_helped = chunk_of(n_tokens * groups, n_threads), helped(n_tokens)
+    n_chunks = (n_tokens * groups + chunk - 1) // chunk
+    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
+    while number < n_chunks:
+        first = number * chunk
         for item in range(first, min(first + chunk, n_tokens * groups)):
             token, g = item // groups, item % groups
             at = job[Job.OUT_SOURCE] + 4 * width * token + 128 * g
             as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
             put_group(load_floats(at), load_floats(at + 64), as_bytes, False, as_floats, tile, place, g)
-        first = take(words, 0) * chunk
+        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
 @inline
@@ -162,18 +173,20 @@ def _activated(job, biases, at, i):
 
 
 @inline
-def activated_to_tiles(n_threads, words, job, layer):
+def activated_to_tiles(tid, n_threads, words, job, layer):
     """activation(gate) * up, into tiles."""
     n_tokens, width, reads = job[Job.N_TOKENS], layer[Layer.FFN], layer[Layer.DOWN_INPUT]
     biases = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS])
     groups = width // 32
-    chunk = chunk_of(n_tokens * groups, n_threads)
-    first = take(words, 0) * chunk
-    while first < n_tokens * groups:
+    chunk, n_helped = chunk_of(n_tokens * groups, n_threads), helped(n_tokens)
+    n_chunks = (n_tokens * groups + chunk - 1) // chunk
+    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
+    while number < n_chunks:
+        first = number * chunk
         for item in range(first, min(first + chunk, n_tokens * groups)):
             token, g = item // groups, item % groups
             at = 4 * width * token
             a, b = _activated(job, biases, at, 32 * g), _activated(job, biases, at, 32 * g + 16)
             as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
             put_group(a, b, as_bytes, False, as_floats, tile, place, g)
-        first = take(words, 0) * chunk
+        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)

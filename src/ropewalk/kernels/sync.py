@@ -186,13 +186,14 @@ def take(words, counter):
 
 
 @inline
-def next_of_run(tid, n_threads, words, counter, n_items, turn):
+def next_of_run(tid, n_threads, words, counter, n_items, turn, n_helped=MAX_HELPED):
     """The next item for thread `tid`, and its `turn`: 0 at first, while it is busy with its own run of items.
 
-    Items are cut into a run for each thread. There are none left for this one if the item is `n_items`.
+    Items are cut into a run for each thread. There are none left for this one if the item is `n_items`. With
+    `n_helped` = 1 nobody helps: for work that is over before help could come.
     """
     phase = N_COUNTERS * (atomic_load(words, GENERATION) & 1)
-    while turn < min(n_threads, MAX_HELPED):
+    while turn < min(n_threads, n_helped):
         owner = (tid + turn) % n_threads
         start, end = owner * n_items // n_threads, (owner + 1) * n_items // n_threads
         item = start + atomic_add(words, RUNS + LINE * owner + phase + counter, 1)
