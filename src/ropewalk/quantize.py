@@ -1,7 +1,8 @@
 """Quantizing a model: into a GGUF file (`quantize_model`), or while it is loaded (`Requantized`).
 
 Tensors stream through one after the other, in pieces that all threads work on, so memory stays at some tens of
-megabytes (and one stored tensor, where a folder's tensors are put together from several). What mixes call for is in `checkpoint.mixes`, how integers are chosen in `kernels.quantize`.
+megabytes (and one stored tensor, where a folder's tensors are put together from several). What mixes call for is in
+`checkpoint.mixes`, how integers are chosen in `kernels.quantize`.
 
 This module does not know engines or the command line.
 """
