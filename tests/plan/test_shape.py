@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ropewalk.errors import CheckpointError
-from ropewalk.plan import LayerShape, shape_of_config, shape_of_gguf, shape_of_hf, weight_type
+from ropewalk.plan import LayerShape, cache_type, shape_of_config, shape_of_gguf, shape_of_hf, weight_type
+from ropewalk.plan import token_bytes as plan_token_bytes
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "parameters.json").read_text())
 SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100}
@@ -29,6 +30,91 @@ def test_published_totals():
     assert mixtral.weights.used_count() + mixtral.weights.embedding.count == pytest.approx(
         12_879_925_248, rel=1e-9
     )
+
+
+PUBLISHED = {
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
+    },
+    "gemma3_text": {
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "deepseek_v2": {
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+}
+"""Mistral 7B, Gemma 3 1B and DeepSeek V2: what counts of their configurations."""
+
+
+@pytest.mark.parametrize(
+    ("family", "total", "written_out", "token_bytes"),
+    [
+        (
+            "mistral",
+            7_241_732_096,
+            32 * (10 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 8000 * 2**15,
+            131_072,
+        ),
+        (
+            "gemma3_text",
+            999_885_952,
+            26 * (10 * 1152 * 256 + 512 + 3 * 1152 * 6912 + 4 * 1152) + 2**18 * 1152,
+            26_624,
+        ),
+        (
+            "deepseek_v2",
+            235_741_434_880,
+            60
+            * (
+                1536 * (5120 + 1 + 128 * 192)
+                + 5120 * 576
+                + 512 * (1 + 128 * 256)
+                + 128 * 128 * 5120
+                + 2 * 5120
+            )
+            + 3 * 5120 * 12288
+            + 59 * (5120 * 160 + 3 * 5120 * 1536 * 162)
+            + 2 * 102400 * 5120,
+            69_120,
+        ),
+    ],
+)
+def test_totals_of_whole_models_written_out(family, total, written_out, token_bytes):
+    """Attention, feed-forward and norms of all layers, the two large matrices or the one, and the last norm."""
+    config = PUBLISHED[family] | {"model_type": family}
+    shape = shape_of_config(config, family)
+    assert shape.weights.total.count == total == written_out + config["hidden_size"]
+    assert plan_token_bytes(shape, cache_type("float16")) == token_bytes
 
 
 def test_windows_of_a_configuration():
