@@ -94,7 +94,7 @@ class Passes:
         """
         cache = self._new_cache(pages_for(len(token_ids)))
         whole = _Sequence(_ids(token_ids), 0, _pages(0, len(token_ids)))
-        parts = []
+        parts: list[Float32Array] = []
         for batch in _batches([whole], self._budget, adapter):
             if parts:
                 yield

@@ -2,7 +2,7 @@
 
 `FAMILIES` says for each `model_type` which GGUF architecture it is, which table of `names` has its tensors,
 and what its configuration is silent about. Values are copied under GGUF's keys; whether they make sense is
-for `ropewalk.model.config` to say. What GGUF has no key for must have the value that the architecture takes
+for `ropewalk.model.reading` to say. What GGUF has no key for must have the value that the architecture takes
 for granted, or is refused by name.
 
 This module does not know files or tensors. Sources: the configuration classes of transformers and the

@@ -5,13 +5,12 @@ Knows what a value may look like, not what it means.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import NoReturn
 
 import numpy as np
 
-from ropewalk.errors import CheckpointError, UnsupportedModelError
+from ropewalk.errors import CheckpointError, UnsupportedModelError, warn
 from ropewalk.model.families import INERT_KEYS, UNIMPLEMENTED_KEYS
 
 MAX_SIZE = 2**31 - 1
@@ -102,4 +101,4 @@ class Keys:
             elif key not in self._read and key not in INERT_KEYS:
                 if key.startswith("rope."):
                     raise UnsupportedModelError(f"{self.prefix}{key} = {show(value)} is not implemented")
-                warnings.warn(f"metadata key {self.prefix}{key} is unknown and not used", stacklevel=3)
+                warn(f"metadata key {self.prefix}{key} is unknown and not used")
