@@ -265,7 +265,7 @@ def differences(each: dict) -> str:
     if (other := each.get("beside")) is None:
         return "|"
     ratio, error = np.expm1(other["log_perplexity"]), other["log_perplexity_standard_error"]
-    return f"{other['kl']:+.4f} ± {other['kl_standard_error']:.4f} | {100 * ratio:+.2f} ± {100 * error:.2f} %"
+    return f"{other['kl']:+.5f} ± {other['kl_standard_error']:.5f} | {100 * ratio:+.2f} ± {100 * error:.2f} %"
 
 
 def gaps(rows: list[dict]) -> str:

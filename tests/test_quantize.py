@@ -170,6 +170,15 @@ def test_experts_are_quantized_one_after_the_other(tmp_path):
     assert not np.array_equal(found[0], encode_rows(experts[0], FORMATS["Q4_0"]))
 
 
+def test_progress_is_told_within_a_tensor(tmp_path):
+    sparse_model(tmp_path / "m.gguf", 2, 1024, 1024)
+    told = []
+    with open_checkpoint(tmp_path / "m.gguf") as model:
+        quantize_model(model, tmp_path / "o.gguf", MIXES["Q8_0"], progress=lambda *p: told.append(p))
+    assert {(what, total) for what, _, total in told} == {("quantizing m.gguf", 4 << 20)}
+    assert [done for _, done, _ in told] == [n << 19 for n in range(9)]  # pieces of 256 rows
+
+
 def test_threads_do_not_show(tmp_path, small):
     with open_checkpoint(small) as model:
         for threads in (1, 3):

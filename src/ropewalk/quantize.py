@@ -31,6 +31,7 @@ from ropewalk.kernels.team import available_threads
 
 Progress = Callable[[str, int, int], None]
 Floats = NDArray[np.float32]
+Pieces = Iterator[NDArray[np.uint8]]
 PLAIN = ("F32", "F16", "BF16")
 RELEASE_BYTES = 1 << 24
 """After so many bytes of a new tensor the mapped pages of the old one are given back: a few times as many."""
@@ -170,13 +171,21 @@ def _streams(
     pool: ThreadPoolExecutor,
     n_threads: int,
     progress: Progress,
-) -> Iterator[Iterator[NDArray[np.uint8]]]:
+) -> Iterator[Pieces]:
     total = sum(info.n_bytes for info in checkpoint.tensors.values())
     what, done = f"quantizing {checkpoint.path.name}", 0
+
+    def told(pieces: Pieces, info: TensorInfo, size: int, before: int) -> Pieces:
+        written = 0
+        for piece in pieces:
+            progress(what, before + info.n_bytes * written // max(size, 1), total)
+            yield piece
+            written += piece.nbytes
+
     for name, target in chosen.items():
         info = checkpoint.tensors[name]
-        progress(what, done, total)
-        yield _pieces(checkpoint, info, target, importance.get(name), pool, n_threads)
+        pieces = _pieces(checkpoint, info, target, importance.get(name), pool, n_threads)
+        yield told(pieces, info, NewTensor(name, info.shape, target).n_bytes, done)
         done += info.n_bytes
         checkpoint.release()
     progress(what, total, total)
@@ -189,7 +198,7 @@ def _pieces(
     importance: Floats | None,
     pool: ThreadPoolExecutor,
     n_threads: int,
-) -> Iterator[NDArray[np.uint8]]:
+) -> Pieces:
     """A tensor's rows in its new format; as they are, where that is the old one."""
     raw = checkpoint.raw(info.name)
     if target is info.format:
