@@ -3,6 +3,7 @@
 import json
 import lzma
 import random
+import threading
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -408,3 +409,22 @@ def test_tokens_found_by_their_text_become_control_tokens():
     tokenizer = Tokenizer.from_metadata(bpe(token_type=np.ones(259, np.int32)))
     assert tokenizer.eos_ids == {258}
     assert tokenizer.is_special(258)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2_tokenizer):
+    """A server's steps and streams go on; the interpreter was held for seconds by a text of megabytes."""
+    ticks = 0
+    done = threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    ids = smollm2_tokenizer.encode("the quick brown fox " * 30_000)
+    done.set()
+    ticking.join()
+    assert len(ids) == 120_001  # the last space is a token of its own
+    assert ticks >= 5

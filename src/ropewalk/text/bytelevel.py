@@ -81,7 +81,8 @@ class ByteLevelBPE:
         if _SURROGATE.search(decoded):
             ids = self._encode_with_surrogates(decoded)
         else:
-            ids = self._tokenizer.encode(decoded, add_special_tokens=False).ids
+            # In a batch of one, since only then others may run meanwhile: megabytes take seconds.
+            ids = self._tokenizer.encode_batch_fast([decoded], add_special_tokens=False)[0].ids
         return [i for i in ids if i < self._n]
 
     def _encode_with_surrogates(self, text: str) -> Iterable[int]:
