@@ -8,7 +8,7 @@ import pytest
 from ropewalk import SamplingParams
 from ropewalk.errors import InvalidParameterError, PromptError, TruncationWarning
 from ropewalk.text.chat import ChatTemplate
-from ropewalk.truncation import cut_tokens, head_tokens, most_tokens
+from ropewalk.truncation import cut_tokens, cut_turns, head_tokens, most_tokens
 
 _TOYS = runpy.run_path(str(Path(__file__).with_name("toy_llm.py")))
 BOS, toy_llm, idle = _TOYS["BOS"], _TOYS["toy_llm"], _TOYS["idle"]
@@ -71,6 +71,21 @@ class TestArithmetic:
     def test_what_leaves_no_last_token_is_refused(self):
         with pytest.raises(InvalidParameterError, match="keep_tokens is 4; allowed: less than the 4 tokens"):
             cut_tokens(range(10), 4, 4)
+
+    def test_of_a_thousand_turns_few_conversations_are_encoded(self):
+        """One at a time, a long history would hold a server's thread for minutes."""
+        messages = [SYSTEM, *[turn(role, "a") for _ in range(1000) for role in ("user", "assistant")], LAST]
+        tried = []
+
+        def encode(conversation):
+            tried.append(len(conversation))
+            return range(10 * len(conversation))
+
+        for most, n_left in ((10 * 2002 - 1, 2000), (45, 4), (20, 2)):
+            assert cut_turns(messages, encode(messages), most, encode) == [SYSTEM, *messages[-n_left + 1 :]]
+        assert len(tried) < 3 * 12
+        with pytest.raises(PromptError, match="the last turn of the conversation has 20 tokens"):
+            cut_turns(messages, encode(messages), 19, encode)
 
     @pytest.mark.parametrize("value", [0, -2, 1.5, "8"])
     def test_limits_that_are_none(self, value):

@@ -17,7 +17,7 @@ from ropewalk.errors import InvalidParameterError, PromptError, TemplateError, T
 from ropewalk.generation import Generation
 from ropewalk.params import SamplingParams
 from ropewalk.text.chat import encode_chat
-from ropewalk.truncation import Conversation, common, cut_tokens, cut_turns, head_tokens, most_tokens
+from ropewalk.truncation import Conversation, common, fit
 
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
@@ -204,44 +204,23 @@ class Prompts:
         return _Rendered(text, encode_chat(self._tokenizer, text), messages, tools)
 
     def _fit(self, prompt: _Rendered, params: SamplingParams) -> tuple[_Rendered, SamplingParams]:
-        """Cut a prompt that `params` let be cut, and say what a slide keeps if they do not; see `truncation`."""
-        ids = prompt.ids
-        most = most_tokens(len(ids), params, self._engine.context_length)
-        if most == len(ids) and not params.slide:
+        """Cut a prompt that `params` let be cut; see `truncation.fit`."""
+        ids, params, messages = fit(
+            prompt.ids,
+            params,
+            self._engine.context_length,
+            self._tokenizer,
+            messages=prompt.messages,
+            encode=lambda messages: self._render(messages, prompt.tools).ids,
+        )
+        if (n_truncated := len(prompt.ids) - len(ids)) == 0:
             return prompt, params
-        if params.keep_tokens is None:
-            params = replace(params, keep_tokens=self._head(prompt))
-        if most == len(ids):
-            return prompt, params
-        if prompt.messages is None:
-            cut, what = replace(prompt, ids=cut_tokens(ids, most, params.keep_tokens or 0)), "its middle was"
-        else:
-            cut, what = self._without_oldest_turns(prompt, prompt.messages, most), "its oldest turns were"
-        warn(f"a prompt of {len(ids)} tokens was cut to {len(cut.ids)}: {what} left out", TruncationWarning)
-        return replace(cut, n_truncated=len(ids) - len(cut.ids)), params
-
-    def _without_oldest_turns(self, prompt: _Rendered, messages: Conversation, most: int) -> _Rendered:
-        shorter = prompt
-
-        def encode(conversation: Conversation) -> Sequence[int]:
-            nonlocal shorter
-            shorter = self._render(conversation, prompt.tools)
-            return shorter.ids
-
-        cut_turns(messages, prompt.ids, most, encode)
-        return shorter
-
-    def _head(self, prompt: _Rendered) -> int:
-        """Tokens at the beginning of a prompt that are never left out."""
-        ids, messages, bos_id = prompt.ids, prompt.messages, self._tokenizer.bos_id
-        n_start = int(len(ids) > 1 and bos_id is not None and ids[0] == bos_id)
-        if messages is None:
-            return n_start
-
-        def encode(conversation: Conversation) -> Sequence[int]:
-            return self._render(conversation, prompt.tools).ids
-
-        return max(n_start, head_tokens(messages, ids, encode, self._tokenizer.is_special))
+        what = "its middle was" if messages is None else "its oldest turns were"
+        warn(
+            f"a prompt of {len(prompt.ids)} tokens was cut to {len(ids)}: {what} left out", TruncationWarning
+        )
+        cut = replace(prompt, ids=ids) if messages is None else self._render(messages, prompt.tools)
+        return replace(cut, n_truncated=n_truncated), params
 
 
 def _several_prompts(prompts: Any) -> list[Any]:

@@ -7,11 +7,16 @@ and messages; how messages become ids is the caller's business.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ropewalk.errors import InvalidParameterError, PromptError, TemplateError
 from ropewalk.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ropewalk.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 Encode = Callable[[Conversation], Sequence[int]]
@@ -60,10 +65,11 @@ def cut_tokens(ids: Sequence[int], most: int, keep: int) -> Sequence[int]:
     return [*ids[:keep], *ids[len(ids) - (most - keep) :]]
 
 
-def cut_turns(messages: Conversation, ids: Sequence[int], most: int, encode: Encode) -> Sequence[int]:
-    """Leave out the oldest turns of a conversation until at most `most` tokens are left; return these.
+def cut_turns(messages: Conversation, ids: Sequence[int], most: int, encode: Encode) -> Conversation:
+    """Leave out the oldest turns of a conversation until at most `most` tokens are left; return the messages that stay.
 
-    A turn begins with a message of the user. Messages of the system at the beginning stay.
+    A turn begins with a message of the user. Messages of the system at the beginning stay. Fewer messages are taken to
+    be fewer tokens, so that of a thousand turns only ten conversations are encoded.
 
     Raises
     ------
@@ -72,15 +78,60 @@ def cut_turns(messages: Conversation, ids: Sequence[int], most: int, encode: Enc
     """
     n_system = len(system_messages(messages))
     starts = [i for i, message in enumerate(messages) if i > n_system and message.get("role") == "user"]
-    for start in starts:
-        if len(ids) <= most:
-            break
-        ids = encode([*messages[:n_system], *messages[start:]])
-    if len(ids) > most:
+
+    def without(start: int) -> Conversation:
+        return [*messages[:n_system], *messages[start:]]
+
+    n = bisect_left(starts, True, key=lambda start: len(encode(without(start))) <= most)
+    if n == len(starts):
+        n_left = len(encode(without(starts[-1]))) if starts else len(ids)
         raise PromptError(
-            f"the last turn of the conversation has {len(ids)} tokens, with what stands before it; at most {most} fit"
+            f"the last turn of the conversation has {n_left} tokens, with what stands before it; at most {most} fit"
         )
-    return ids
+    return without(starts[n])
+
+
+def fit(
+    ids: Sequence[int],
+    params: SamplingParams,
+    context_length: int,
+    tokenizer: Tokenizer,
+    *,
+    messages: Conversation | None = None,
+    encode: Encode | None = None,
+) -> tuple[Sequence[int], SamplingParams, Conversation | None]:
+    """Cut a prompt that `params` let be cut, and say what a slide keeps if they do not.
+
+    Parameters
+    ----------
+    ids : of the prompt, or of the whole conversation.
+    messages, encode
+        Of a conversation.
+
+    Returns
+    -------
+    ids, params, messages
+        What is left, with `keep_tokens` in place of its default.
+
+    Raises
+    ------
+    InvalidParameterError, PromptError, TemplateError
+        If it cannot be cut so.
+    """
+    most = most_tokens(len(ids), params, context_length)
+    if most == len(ids) and not params.slide:
+        return ids, params, messages
+    if params.keep_tokens is None:
+        n_start = int(len(ids) > 1 and tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id)
+        if messages is not None and encode is not None:
+            n_start = max(n_start, head_tokens(messages, ids, encode, tokenizer.is_special))
+        params = replace(params, keep_tokens=n_start)
+    if most == len(ids):
+        return ids, params, messages
+    if messages is None or encode is None:
+        return cut_tokens(ids, most, params.keep_tokens or 0), params, None
+    left = cut_turns(messages, ids, most, encode)
+    return encode(left), params, left
 
 
 def system_messages(messages: Conversation) -> Conversation:

@@ -633,6 +633,109 @@ class TestEmbeddings:
             client.embeddings.create(model="smol", **options)
 
 
+class TestTooLong:
+    """What is left out on request, and that the answer tells it."""
+
+    TURNS = [{"role": "system", "content": "You are terse."}] + [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "rope " * 30} for i in range(21)
+    ]
+
+    def test_turns_of_a_chat(self, client, smol):
+        def create(**options):
+            return client.chat.completions.create(
+                model="smol", messages=self.TURNS, max_tokens=4, temperature=0, extra_body=options
+            )
+
+        whole = create()
+        cut = create(truncate_prompt_tokens=300)
+        left = [self.TURNS[0], *self.TURNS[-7:]]
+        alone = client.chat.completions.create(model="smol", messages=left, max_tokens=4, temperature=0)
+        assert cut.usage.prompt_tokens == alone.usage.prompt_tokens == len(prompt_of(smol.llm, left)) <= 300
+        assert cut.choices[0].message.content == alone.choices[0].message.content
+        n_cut = whole.usage.prompt_tokens - cut.usage.prompt_tokens
+        assert cut.usage.prompt_tokens_details.truncated_tokens == n_cut > 300
+        assert not hasattr(whole.usage.prompt_tokens_details, "truncated_tokens")
+        assert create(truncate_prompt_tokens=-1).usage.prompt_tokens_details.truncated_tokens == 0
+        assert smol.becomes_idle()
+
+    def test_what_cannot_be_cut_so(self, client):
+        for options, message in (
+            ({"truncate_prompt_tokens": 20}, "the last turn of the conversation has .* at most 20 fit"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+            ({"truncate_prompt_tokens": 1024}, "truncate_prompt_tokens is 1024; allowed: at most 1023"),
+            ({"slide": True}, "max_tokens is None; allowed: with slide, a number"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(model="smol", messages=self.TURNS, extra_body=options)
+
+    def test_prompts(self, client, smol):
+        """The beginning is kept as far as it is asked for, then the end; each prompt is cut for itself."""
+        long = smol.llm.encode("one two three " * 800)
+        answer = client.completions.create(
+            model="smol",
+            prompt=[long, long[:9]],
+            max_tokens=3,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"truncate_prompt_tokens": 40, "keep_tokens": 10},
+        )
+        texts = ["", ""]
+        for chunk in answer:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert chunk.usage.prompt_tokens == 49
+        assert chunk.usage.prompt_tokens_details.truncated_tokens == len(long) - 40
+        alone = client.completions.create(
+            model="smol", prompt=[[*long[:10], *long[-30:]], long[:9]], max_tokens=3, temperature=0
+        )
+        assert texts == [choice.text for choice in alone.choices]
+        text = client.completions.create(
+            model="smol", prompt="word " * 100_000, max_tokens=2, extra_body={"truncate_prompt_tokens": -1}
+        )
+        assert text.usage.prompt_tokens == 1022
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_context_that_slides(self, client, smol, stream):
+        answer = client.completions.create(
+            model="smol",
+            prompt=smol.llm.encode("one two three " * 800)[:1000],
+            max_tokens=40,
+            stream=stream,
+            extra_body={"slide": True, "ignore_eos": True, "seed": 3},
+        )
+        choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
+        params = SamplingParams(max_tokens=40, slide=True, ignore_eos=True, seed=3, keep_tokens=0)
+        (output,) = smol.llm.generate([smol.llm.encode("one two three " * 800)[:1000]], params)
+        assert choice.finish_reason == "length"
+        assert choice.dropped_tokens == output.outputs[0].n_dropped > 0
+        if not stream:
+            assert choice.text == output.outputs[0].text
+            assert answer.usage.completion_tokens == 40
+
+    def test_responses(self, client):
+        messages = [{"role": m["role"], "content": m["content"] * 3} for m in self.TURNS]
+        with pytest.raises(openai.BadRequestError, match="at most 1023 fit"):
+            client.responses.create(model="smol", input=messages, max_output_tokens=4)
+        answer = client.responses.create(model="smol", input=messages, max_output_tokens=4, truncation="auto")
+        assert (answer.truncation, answer.usage.output_tokens) == ("auto", 4)
+        assert answer.usage.input_tokens_details.truncated_tokens > 500
+        assert answer.usage.input_tokens <= 1020
+
+    def test_embeddings(self, client, smol):
+        ids = smol.llm.encode("one two three " * 800)
+        create = client.embeddings.create
+        answer = create(model="smol", input=ids, extra_body={"truncate_prompt_tokens": 50})
+        assert answer.data == create(model="smol", input=ids[-50:]).data
+        assert (answer.usage.prompt_tokens, answer.usage.truncated_tokens) == (50, len(ids) - 50)
+        for limit, message in (
+            (1025, "this model has a context of 1024"),
+            (0, "truncate_prompt_tokens is 0"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                create(model="smol", input="a", extra_body={"truncate_prompt_tokens": limit})
+
+
 class TestTokens:
     def test_there_and_back(self, smol):
         text = "Grüße, 世界! 😀"

@@ -13,16 +13,18 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 from ropewalk import __version__
-from ropewalk.outputs import RequestOutput
+from ropewalk.outputs import CompletionOutput, RequestOutput
+from ropewalk.params import SamplingParams
 
 FINGERPRINT = f"ropewalk-{__version__}"
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(TypedDict):
-    """`prompt_tokens_details`."""
+    """`prompt_tokens_details`. `truncated_tokens` were left out, in a request with `truncate_prompt_tokens`."""
 
     cached_tokens: int
+    truncated_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):
@@ -82,13 +84,14 @@ class MessageBody(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer. `seed` gives it again, alone."""
+    """One answer. `seed` gives it again, alone; `dropped_tokens` have left the context, in one with `slide`."""
 
     index: int
     message: MessageBody
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     seed: int | None
+    dropped_tokens: NotRequired[int]
     trace: NotRequired[list[dict[str, Any]]]
 
 
@@ -112,6 +115,7 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     seed: NotRequired[int | None]
+    dropped_tokens: NotRequired[int]
     trace: NotRequired[list[dict[str, Any]]]
 
 
@@ -144,6 +148,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     seed: NotRequired[int | None]
+    dropped_tokens: NotRequired[int]
     trace: NotRequired[list[dict[str, Any]]]
 
 
@@ -224,16 +229,24 @@ class ErrorBody(TypedDict):
     error: ErrorDetail
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
-    """Return what the outputs of a request cost together."""
+def usage_of(outputs: Iterable[RequestOutput], n_truncated: int | None = None) -> Usage:
+    """Return what the outputs of a request cost together, and what was left out of prompts that might be cut."""
     timings = [output.timings for output in outputs]
     read, made = sum(t.prompt_tokens for t in timings), sum(t.generated_tokens for t in timings)
+    details: CachedTokens = {"cached_tokens": sum(t.cached_tokens for t in timings)}
+    if n_truncated is not None:
+        details["truncated_tokens"] = n_truncated
     return {
         "prompt_tokens": read,
         "completion_tokens": made,
         "total_tokens": read + made,
-        "prompt_tokens_details": {"cached_tokens": sum(t.cached_tokens for t in timings)},
+        "prompt_tokens_details": details,
     }
+
+
+def dropped(completion: CompletionOutput, params: SamplingParams) -> dict[str, Any]:
+    """The member of a choice that tells what has left the context, if something may."""
+    return {"dropped_tokens": completion.n_dropped} if params.slide else {}
 
 
 def new_id(prefix: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ropewalk.api.answer import END_THINK, THINK, AnswerReader, Part
@@ -16,15 +16,15 @@ from ropewalk.api.bodies import (
     FinishReason,
     MessageBody,
     ToolCallBody,
+    dropped,
     new_id,
     now,
-    usage_of,
 )
 from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import ChatRequest, ToolChoice
-from ropewalk.api.tasks import Find, Job, Structure, Task, check_length, structure_of
+from ropewalk.api.tasks import Find, Job, Structure, Task, check_length, make_job, structure_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
 from ropewalk.api.traces import of_chunk, of_completion
 from ropewalk.engine.sampler import Logprob
@@ -35,6 +35,7 @@ from ropewalk.text.grammar import After
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
     from ropewalk.llm import LLM
+    from ropewalk.params import SamplingParams
 
 OURS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 """What `chat_template_kwargs` cannot set."""
@@ -79,13 +80,28 @@ class Conversation:
         variables = request.chat_template_kwargs or {}
         if wrong := OURS & variables.keys():
             raise ApiError(f"chat_template_kwargs cannot set {min(wrong)!r}", param="chat_template_kwargs")
-        self.text = template.render(
+        self.messages: Sequence[Mapping[str, Any]] = messages
+        self._render: Callable[[Sequence[Mapping[str, Any]]], str] = lambda messages: template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
-        check_length(llm, self.text)
+        self._llm = llm
+        self.text = self._render(messages)
+        if request.truncate_prompt_tokens is None:
+            check_length(llm, self.text)
         self.thinks = THINK in template.source or END_THINK in template.source
         self.thinking = self.text.rstrip().endswith(THINK)
-        self._llm = llm
+
+    def job(self, params: SamplingParams, constraint: Constraint | None) -> Job:
+        """Return what is to be generated; the oldest turns may have been left out."""
+        return make_job(
+            self._llm,
+            encode_chat(self._llm.tokenizer, self.text),
+            params,
+            constraint,
+            is_limited=params.max_tokens is not None,
+            messages=self.messages,
+            encode=lambda messages: encode_chat(self._llm.tokenizer, self._render(messages)),
+        )
 
     def reader(self) -> AnswerReader:
         """Return a reader for one answer."""
@@ -145,8 +161,7 @@ class ChatTask(Task):
             adapters=self.llm.adapters,
         )
         constraint = conversation.constraint(structure_of(request, request.response_format))
-        ids = encode_chat(self.llm.tokenizer, conversation.text)
-        self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
+        self.jobs = [conversation.job(params, constraint)]
         self._id, self._created = new_id("chatcmpl-"), now()
         self._readers = [conversation.reader() for _ in range(params.n)]
 
@@ -162,7 +177,7 @@ class ChatTask(Task):
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": usage_of(outputs),
+            "usage": self.usage(outputs),
         }
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
@@ -174,7 +189,8 @@ class ChatTask(Task):
             "logprobs": self._logprobs_of(completion.logprobs or []),
             "finish_reason": finish_reason(completion, reader),
             "seed": completion.seed,
-            **of_completion(completion, self.llm.tokenizer),  # type: ignore[typeddict-item]
+            **dropped(completion, self.jobs[0].params),  # type: ignore[typeddict-item]
+            **of_completion(completion, self.llm.tokenizer),
         }
 
     # Streamed.
@@ -201,14 +217,15 @@ class ChatTask(Task):
             logprobs, trace = None, {}
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion, reader)
-            events.append(self._chunk(chunk.index, {}, reason=reason, seed=chunk.completion.seed))
+            more = dropped(chunk.completion, self.jobs[0].params)
+            events.append(self._chunk(chunk.index, {}, reason=reason, seed=chunk.completion.seed, trace=more))
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """The usage, if it was asked for."""
         if not self._include_usage:
             return []
-        return [{**self._frame(), "choices": [], "usage": usage_of(outputs)}]
+        return [{**self._frame(), "choices": [], "usage": self.usage(outputs)}]
 
     def failed(self, error: ApiError) -> list[Event]:
         """The error."""

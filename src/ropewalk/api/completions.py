@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ropewalk.api.bodies import FINGERPRINT, CompletionBody, CompletionChoice, Event, new_id, now, usage_of
+from ropewalk.api.bodies import FINGERPRINT, CompletionBody, CompletionChoice, Event, dropped, new_id, now
 from ropewalk.api.body import checked
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import CompletionLogprobsMaker
 from ropewalk.api.requests import CompletionRequest
-from ropewalk.api.tasks import Find, Job, Task, constraint_of, encoded
+from ropewalk.api.tasks import Find, Task, constraint_of, encoded, make_job
 from ropewalk.api.traces import of_chunk, of_completion
 from ropewalk.outputs import CompletionOutput, RequestOutput, StreamChunk
 
@@ -33,10 +33,9 @@ class CompletionTask(Task):
         constraint = constraint_of(self.llm, request, request.response_format)
         prompts = request.prompts
         limited = request.max_tokens is not None
-        self.jobs = [
-            Job(encoded(self.llm, prompt) if isinstance(prompt, str) else prompt, params, constraint, limited)
-            for prompt in prompts
-        ]
+        may_be_cut = params.truncate_prompt_tokens is not None
+        ids = [encoded(self.llm, p, may_be_cut=may_be_cut) if isinstance(p, str) else p for p in prompts]
+        self.jobs = [make_job(self.llm, each, params, constraint, is_limited=limited) for each in ids]
         self._echoed = [""] * len(prompts)
         if request.echo:
             self._echoed = [
@@ -53,7 +52,7 @@ class CompletionTask(Task):
             for job, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return {**self._frame(), "choices": choices, "usage": usage_of(outputs)}
+        return {**self._frame(), "choices": choices, "usage": self.usage(outputs)}
 
     def _choice(self, job: int, completion: CompletionOutput) -> CompletionChoice:
         logprobs = completion.logprobs
@@ -63,7 +62,8 @@ class CompletionTask(Task):
             "logprobs": None if logprobs is None else self._new_maker().of(self._shown(logprobs)),
             "finish_reason": "length" if completion.finish_reason == "length" else "stop",
             "seed": completion.seed,
-            **of_completion(completion, self.llm.tokenizer),  # type: ignore[typeddict-item]
+            **dropped(completion, self._params),  # type: ignore[typeddict-item]
+            **of_completion(completion, self.llm.tokenizer),
         }
 
     def start(self) -> list[Event]:
@@ -84,11 +84,12 @@ class CompletionTask(Task):
                 else []
             )
         reason = "length" if chunk.completion.finish_reason == "length" else "stop"
-        return [self._chunk(index, chunk.text, logprobs, reason, chunk.completion.seed, trace)]
+        more = trace | dropped(chunk.completion, self._params)
+        return [self._chunk(index, chunk.text, logprobs, reason, chunk.completion.seed, more)]
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """The usage, if it was asked for."""
-        return [{**self._frame(), "usage": usage_of(outputs)}] if self._include_usage else []
+        return [{**self._frame(), "usage": self.usage(outputs)}] if self._include_usage else []
 
     def failed(self, error: ApiError) -> list[Event]:
         """The error."""

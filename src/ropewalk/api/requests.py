@@ -18,6 +18,7 @@ _SAME_NAME = [  # in a body and in SamplingParams
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "trace"),
+    *("truncate_prompt_tokens", "slide", "keep_tokens"),
 ]
 
 
@@ -86,6 +87,20 @@ class Sampling(Body):
         default=None,
         description="Tell how each token came to be drawn, with so many candidates, and what its step read and cost: "
         "`trace` of the choice.",
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None,
+        description="Leave out the middle of a longer prompt, or the oldest turns of a chat, so that so many tokens "
+        "are left; -1: only if it does not fit. `truncated_tokens` of the usage tells what was left out.",
+    )
+    slide: bool | None = Field(
+        default=None,
+        description="Go on when the context is full, without the older half of what is in it; needs max_tokens. "
+        "`dropped_tokens` of the choice tells how many tokens have left.",
+    )
+    keep_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Tokens at the beginning that neither leaves out. Default: the system messages.",
     )
     regex: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -318,10 +333,16 @@ class EmbeddingRequest(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Only what the model has: vectors are not shortened."
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None,
+        description="Leave out the middle of a longer text; -1: what does not fit into the context.",
+    )
     user: str | None = Field(default=None, description="Written to the access log.")
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens is 0; allowed: at least 1, or -1")
         if not self.input:
             raise ValueError("input is empty")
         if len(self.texts) > 2048:

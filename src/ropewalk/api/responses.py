@@ -11,16 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ropewalk.api.answer import AnswerReader, Part
-from ropewalk.api.bodies import Event, new_id, now, usage_of
+from ropewalk.api.bodies import Event, new_id, now
 from ropewalk.api.body import checked
 from ropewalk.api.chat import Conversation, finish_reason
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import Body, ChatRequest, JsonObject, NotStored
-from ropewalk.api.tasks import Find, Job, Task, structure_of
+from ropewalk.api.tasks import Find, Task, structure_of
 from ropewalk.engine.sampler import Logprob
 from ropewalk.outputs import RequestOutput, StreamChunk
-from ropewalk.text.chat import encode_chat
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -154,7 +153,9 @@ class ResponseRequest(Body):
     )
     user: str | None = Field(default=None, description="Written to the access log.")
     store: NotStored | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto: leave out the oldest turns of what does not fit into the context."
+    )
     service_tier: Literal["auto", "default"] | None = None
 
     def as_chat(self) -> ChatRequest:
@@ -167,6 +168,7 @@ class ResponseRequest(Body):
             "tools": [_tool(tool) for tool in self.tools] if self.tools else None,
             "response_format": _response_format(format_) if format_ else None,
             "tool_choice": choice,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
         if isinstance(choice, FunctionChoice):
             given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -246,8 +248,7 @@ class ResponseTask(Task):
             adapters=self.llm.adapters,
         )
         constraint = conversation.constraint(structure_of(chat, chat.response_format))
-        ids = encode_chat(self.llm.tokenizer, conversation.text)
-        self.jobs = [Job(ids, params, constraint, params.max_tokens is not None)]
+        self.jobs = [conversation.job(params, constraint)]
         self._id, self._created = new_id("resp_"), now()
         self._reader, self._items, self._sequence = conversation.reader(), _Items(), 0
 
@@ -338,13 +339,13 @@ class ResponseTask(Task):
             "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": None if output is None else self._usage(output, items),
             "user": request.user,
         }
 
     def _usage(self, output: RequestOutput, items: _Items) -> JsonObject:
-        usage = usage_of([output])
+        usage = self.usage([output])
         thought = "".join(item["content"][0]["text"] for item in items.done if item["type"] == "reasoning")
         n_thought = len(self.llm.encode(thought, add_special=False)) if thought else 0
         return {

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ropewalk.api.bodies import Event
+from ropewalk.api.bodies import Event, Usage, usage_of
 from ropewalk.api.errors import ApiError, near
 from ropewalk.api.requests import ResponseFormat, Sampling
 from ropewalk.outputs import RequestOutput, StreamChunk
 from ropewalk.params import SamplingParams
 from ropewalk.text.grammar import JSON_OPTIONS
+from ropewalk.truncation import Conversation, Encode, fit
 
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
@@ -41,12 +42,15 @@ class Job:
     constraint : Constraint or None
     is_limited : bool
         Whether the client said how many tokens it wants at most; otherwise `params.max_tokens` is a default.
+    n_truncated : int or None
+        Tokens that were left out of the prompt; None if it is not to be cut.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
     constraint: Constraint | None = None
     is_limited: bool = False
+    n_truncated: int | None = None
 
 
 class Task(ABC):
@@ -74,6 +78,11 @@ class Task(ABC):
     def n_sequences(self) -> int:
         """Completions of all prompts."""
         return sum(job.params.n for job in self.jobs)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """What the outputs cost."""
+        cut = [job.n_truncated for job in self.jobs if job.n_truncated is not None]
+        return usage_of(outputs, sum(cut) if cut else None)
 
     @abstractmethod
     def body(self, outputs: Sequence[RequestOutput]) -> Any:
@@ -128,9 +137,26 @@ def make_task(path: str, body: dict[str, Any], find: Find) -> Task:
     return tasks[path](body, find)
 
 
-def encoded(llm: LLM, text: str) -> list[int]:
+def make_job(
+    llm: LLM,
+    ids: Sequence[int],
+    params: SamplingParams,
+    constraint: Constraint | None,
+    *,
+    is_limited: bool,
+    messages: Conversation | None = None,
+    encode: Encode | None = None,
+) -> Job:
+    """Return the job of a prompt, which is cut if `params` let it be; of a conversation if `messages` are given."""
+    left, fitted, _ = fit(ids, params, llm.context_length, llm.tokenizer, messages=messages, encode=encode)
+    n_truncated = None if params.truncate_prompt_tokens is None else len(ids) - len(left)
+    return Job(left, replace(fitted, truncate_prompt_tokens=None), constraint, is_limited, n_truncated)
+
+
+def encoded(llm: LLM, text: str, *, may_be_cut: bool = False) -> list[int]:
     """Return the token ids of a prompt, as `LLM.encode` does."""
-    check_length(llm, text)
+    if not may_be_cut:
+        check_length(llm, text)
     return llm.encode(text)
 
 
