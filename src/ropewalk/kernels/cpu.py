@@ -4,7 +4,9 @@
     vnni      AVX-512 VNNI     one instruction multiplies 64 bytes and adds them in fours
     avxvnni   AVX-VNNI         the same on 32 bytes
     avx2      AVX2             two instructions and an addition on 32 bytes
-    portable  anything         plain vector arithmetic, which LLVM lowers for any CPU (also ARM)
+    i8mm      ARM, Int8 MatMul one instruction multiplies 16 bytes, unsigned by signed, and adds them in fours
+    dotprod   ARM, DotProd     the same, signed by signed: three for formats that use all eight bits
+    portable  anything         plain vector arithmetic, which LLVM lowers for any CPU
 
 All rungs give the same bits, since an integer sum is exact. ROPEWALK_RUNG forces one. Numba's own
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are honoured, because they decide what LLVM may emit.
@@ -16,6 +18,7 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import parent_process
 
 import llvmlite.binding as llvm
 
@@ -29,18 +32,24 @@ _NEEDS = {  # LLVM's names of features
     "vnni": _VNNI,
     "avxvnni": {"avxvnni"} | _AVX2,
     "avx2": _AVX2,
+    "i8mm": {"i8mm"},
+    "dotprod": {"dotprod"},
     "portable": set(),
 }
 RUNGS = tuple(_NEEDS)
 
-# What LLVM may assume when NUMBA_CPU_NAME names a CPU: only those that people test with. Others are portable.
+# What LLVM takes for granted of a CPU of this name. For x86 only those that people test with; others are portable.
 _WITH_AMX = ("sapphirerapids", "emeraldrapids", "graniterapids")
 _NAMED_CPUS = {
     "amx": _WITH_AMX,
     "vnni": ("cascadelake", "icelake-client", "icelake-server", *_WITH_AMX, "znver4", "znver5"),
     "avxvnni": ("alderlake", "raptorlake", "meteorlake", "arrowlake", "sierraforest"),
     "avx2": ("haswell", "broadwell", "skylake", "skylake-avx512", "znver1", "znver2", "znver3", "x86-64-v3"),
+    "i8mm": ("neoverse-v1", "neoverse-n2", "neoverse-v2", "ampere1", "apple-m2", "apple-m3", "apple-m4"),
+    "dotprod": ("neoverse-n1", "cortex-a55", "cortex-a76", "apple-m1"),
 }
+_ARM_CPUS = _NAMED_CPUS["i8mm"] + _NAMED_CPUS["dotprod"]
+_ALSO_THERE = {"vnni": {"avx512f", "avx2", "fma"}, "avxvnni": {"fma"}, "avx2": {"fma"}, "i8mm": {"dotprod"}}
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,11 @@ def cpu_features() -> frozenset[str]:
     """LLVM's names of the features that the target CPU has, as far as they are known."""
     name, features = cpu_identity()
     known = {f[1:] for f in features.split(",") if f.startswith("+")}
-    if os.environ.get("NUMBA_CPU_NAME") not in (None, "host", ""):
+    is_named = os.environ.get("NUMBA_CPU_NAME") not in (None, "host", "")
+    if is_named or name in _ARM_CPUS:  # Apple's CPUs tell their name and no features
         for rung, names in _NAMED_CPUS.items():
             if name in names:
-                known |= _NEEDS[rung] | {"fma"} | ({"avx512f", "avx2"} if rung == "vnni" else set())
+                known |= _NEEDS[rung] | _ALSO_THERE.get(rung, set())
     return frozenset(known - {f[1:] for f in features.split(",") if f.startswith("-")})
 
 
@@ -106,7 +116,8 @@ def choose_rung() -> Rung:
     name, _ = cpu_identity()
     reason = f"the best that {name} ({platform.machine()}) allows"
     if _NEEDS["amx"] <= cpu_features() and (refused := refusal("amx")):
-        log.warning("AMX tiles are not used: %s (ROPEWALK_RUNG=vnni stops asking)", refused)
+        if parent_process() is None:  # those that compile ahead need not repeat it
+            log.warning("AMX tiles are not used: %s (ROPEWALK_RUNG=vnni stops asking)", refused)
         reason += f" without AMX: {refused}"
     return Rung(next(rung for rung in RUNGS if refusal(rung) is None), reason)
 

@@ -23,21 +23,26 @@ def emit_dot4(builder, rung, acc, u, x, wide):
     if rung == "vnni":
         return emit_call(builder, "llvm.x86.avx512.vpdpbusd.512", ints.ir, [acc, u, x])
     if rung == "avxvnni":
-        return _in_halves(builder, acc, u, x, _vnni_256)
+        return _in_parts(builder, acc, u, x, 32, _vnni_256)
     if rung == "avx2":
-        return _in_halves(builder, acc, u, x, _avx2_wide if wide else _avx2)
+        return _in_parts(builder, acc, u, x, 32, _avx2_wide if wide else _avx2)
+    if rung == "i8mm":
+        return _in_parts(builder, acc, u, x, 16, _arm_mixed)
+    if rung == "dotprod":
+        return _in_parts(builder, acc, u, x, 16, _arm_signed_wide if wide else _arm_signed)
     return _portable(builder, acc, u, x)
 
 
-def _in_halves(builder, acc, u, x, emit):
+def _in_parts(builder, acc, u, x, width, emit):
+    """`emit` for each `width` bytes, where registers are no longer than that."""
     parts = [
         emit(
             builder,
-            emit_slice(builder, acc, 8 * h, 8),
-            emit_slice(builder, u, 32 * h, 32),
-            emit_slice(builder, x, 32 * h, 32),
+            emit_slice(builder, acc, start // 4, width // 4),
+            emit_slice(builder, u, start, width),
+            emit_slice(builder, x, start, width),
         )
-        for h in (0, 1)
+        for start in range(0, 64, width)
     ]
     return emit_concatenate(builder, parts)
 
@@ -45,6 +50,8 @@ def _in_halves(builder, acc, u, x, emit):
 V8I32 = ir.VectorType(I32, 8)
 V16I16 = ir.VectorType(I16, 16)
 V32I8 = ir.VectorType(I8, 32)
+V4I32 = ir.VectorType(I32, 4)
+V16I8 = ir.VectorType(I8, 16)
 
 
 def _vnni_256(builder, acc, u, x):
@@ -67,6 +74,23 @@ def _avx2_wide(builder, acc, u, x):
     fours = emit_call(builder, "llvm.x86.avx2.pmadd.wd", V8I32, [pairs_low, ir.Constant(V16I16, [1] * 16)])
     more = emit_call(builder, "llvm.x86.avx2.pmadd.wd", V8I32, [pairs_top, ir.Constant(V16I16, [128] * 16)])
     return builder.add(acc, builder.add(fours, more))
+
+
+def _arm_mixed(builder, acc, u, x):
+    return emit_call(builder, "llvm.aarch64.neon.usdot.v4i32.v16i8", V4I32, [acc, u, x])
+
+
+def _arm_signed(builder, acc, u, x):
+    """u <= 127 is the same number signed."""
+    return emit_call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", V4I32, [acc, u, x])
+
+
+def _arm_signed_wide(builder, acc, u, x):
+    """u = (u - 128) + 64 + 64, each of which a signed byte holds."""
+    centred = builder.xor(u, ir.Constant(V16I8, [-128] * 16))
+    for part in (centred, *[ir.Constant(V16I8, [64] * 16)] * 2):
+        acc = _arm_signed(builder, acc, part, x)
+    return acc
 
 
 def _portable(builder, acc, u, x):

@@ -108,6 +108,8 @@ def _make_table_lookup(kind):
                 return _emit_shuffle(builder, args[0], values, "llvm.x86.avx512.pshuf.b.512", 64)
             if choose_rung().vectors in ("avxvnni", "avx2"):
                 return _emit_shuffle(builder, args[0], values, "llvm.x86.avx2.pshuf.b", 32)
+            if choose_rung().vectors in ("i8mm", "dotprod"):
+                return _emit_shuffle(builder, args[0], values, "llvm.aarch64.neon.tbl1.v16i8", 16)
             result = bytes64.constant(int(values[0]))
             for code in range(1, 16):
                 hit = builder.icmp_unsigned("==", args[0], bytes64.constant(code))
