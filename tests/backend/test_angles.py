@@ -21,7 +21,7 @@ LIMIT = 8
 LISTS = {"short": 1 + 0.1 * np.arange(16), "long": 1 + np.arange(16) ** 1.5}
 
 
-def write(path, lists=None, context=64, **keys):
+def write(path, lists=None, context=64, key_bias=0.0, **keys):
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     sizes = {
@@ -63,6 +63,10 @@ def write(path, lists=None, context=64, **keys):
         }
         for name, shape in shapes.items():
             matrix(f"blk.{layer}.{name}", *shape)
+        if key_bias:
+            for name, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                bias = (key_bias if name == "k" else 0) * rng.standard_normal(n * HEAD)
+                writer.add_tensor(f"blk.{layer}.attn_{name}.bias", bias.astype(np.float32))
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
@@ -94,10 +98,10 @@ def model(tmp_path):
         file.close()
 
 
-def logits(backend, tokens, lengths=None, chunk=None):
+def logits(backend, tokens, lengths=None, chunk=None, dtype="float16"):
     """Logits of every token of one sequence, in chunks."""
     n = len(tokens)
-    cache = backend.new_cache(4)
+    cache = backend.new_cache(4, dtype)
     table = np.arange(4, dtype=np.int32)[None]
     rows = []
     for start in range(0, n, chunk or n):
@@ -176,6 +180,17 @@ def test_short_and_long_sequences_share_a_step_b8(model):
     batch = StepBatch(np.concatenate([a, b]), positions, sequences, tables, np.arange(20, dtype=np.int32))
     together = both.forward(batch, cache).copy()
     np.testing.assert_array_equal(together, np.concatenate([logits(both, a), logits(both, b)]))
+
+
+def test_the_constant_part_of_keys_turns_by_the_sequence_s_own_angles_b8(model):
+    """An int8 cache adds it to the scores, with the angles of the short context or of the long one."""
+    both, reference = model(LISTS, original_context_length=LIMIT, key_bias=20.0)
+    for n in (6, 40):
+        expected = reference.logits(TOKENS[:n])
+        seen = logits(both, TOKENS[:n], dtype="int8")
+        assert (seen - expected).std() < 0.1 * expected.std(), n
+        np.testing.assert_array_equal(logits(both, TOKENS[:n], lengths=n, chunk=5, dtype="int8"), seen)
+    assert both._constant_keys.n_terms.all()
 
 
 def test_generation_that_crosses_the_limit_recomputes_its_keys_b8(model):

@@ -4,12 +4,14 @@ import gguf
 import numpy as np
 import pytest
 
+from ropewalk.backend import constant_keys
 from ropewalk.backend.base import StepBatch, StepRecord
 from ropewalk.backend.cpu import CpuBackend
 from ropewalk.checkpoint.header import TensorInfo
 from ropewalk.checkpoint.quants import FORMATS, dequantize
 from ropewalk.errors import UnsupportedModelError
 from ropewalk.kernels.formats import PACKED
+from ropewalk.kernels.tables import Layer
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 
@@ -101,6 +103,51 @@ def test_quantized_weights_are_close_and_give_the_same_bits_one_by_one(family_mo
     parts = [run(backend, cache, family_model.ids[:17], 0)]
     parts += [run(backend, cache, family_model.ids[i : i + 1], i) for i in range(17, len(family_model.ids))]
     assert np.array_equal(np.concatenate(parts), prefill)
+
+
+BIASED = ("qwen2", "llama-biases", "starcoder2", "phi2", "gptneox", "gpt-oss", "gpt2")
+
+
+def enlarge_key_biases(model, size):
+    """Give keys a part of that size that all of them have in common, in every third dimension."""
+    config = ModelConfig.from_gguf(model.metadata, model.tensors)
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    rng = np.random.default_rng(11)
+    for layer in range(config.n_layers):
+        fused = config.fused_qkv
+        bias = model.tensors[f"blk.{layer}.attn_{'qkv' if fused else 'k'}.bias"]
+        bias[q : q + kv : 3] += (size * rng.standard_normal(-(-kv // 3))).astype(np.float32) if fused else 0
+        bias[::3] += 0 if fused else (size * rng.standard_normal(len(bias[::3]))).astype(np.float32)
+
+
+@pytest.mark.parametrize("family_model", BIASED, indirect=True)
+def test_an_int8_cache_leaves_out_what_keys_have_in_common(family_model, start, monkeypatch):
+    """Large biases cost it no bits: both layouts of rotation, of all or a part or nothing; sinks; fused tensors."""
+    enlarge_key_biases(family_model, 40)
+    model = Stored(family_model, "F32")
+    expected = Reference(ModelConfig.from_gguf(model.metadata, model.tensors), model).logits(family_model.ids)
+    errors = []
+    for limit in (constant_keys.LIMIT, np.inf):
+        monkeypatch.setattr(constant_keys, "LIMIT", limit)
+        backend = start(model)
+        logits = run(backend, backend.new_cache(3, "int8"), family_model.ids, 0)
+        errors.append(np.median((logits - expected).std(axis=1)) / expected.std())
+        cache = backend.new_cache(3, "int8")
+        parts = [run(backend, cache, family_model.ids[:17], 0)]
+        parts += [
+            run(backend, cache, family_model.ids[i : i + 1], i) for i in range(17, len(family_model.ids))
+        ]
+        assert np.array_equal(np.concatenate(parts), logits)
+    assert errors[0] < 0.05
+    assert errors[0] < errors[1] / 4 or not backend.config.rope  # without rotation there is nothing to limit
+
+
+@pytest.mark.parametrize("family_model", ["llama", "gemma3", "qwen3", "deepseek2"], indirect=True)
+def test_an_int8_cache_keeps_whole_keys_where_they_have_nothing_in_common(family_model, start):
+    backend = start(Stored(family_model, "Q8_0"))
+    backend.new_cache(1, "int8")
+    fields = [Layer.K_BIAS, Layer.K_REST, Layer.K_TERMS, Layer.TURNS]
+    assert not backend.weights.layers[:, fields].any()
 
 
 @pytest.mark.parametrize("family_model", ["gpt-oss"], indirect=True)

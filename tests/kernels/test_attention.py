@@ -24,8 +24,11 @@ def attend(q, k, v, *, position, first=0, **options):
     return attend_tile(q[None], k, v, position=position, window=window, **options)[0]
 
 
-def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False, sinks=None):
-    """Run the kernel: q [tokens, G, d] at position and on, k and v written to pages that stand in the given order."""
+def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False, sinks=None, left_out=None):
+    """Run the kernel: q [tokens, G, d] at position and on, k and v written to pages that stand in the given order.
+
+    `left_out` is what k does without: (r [d], pairs, angles [positions, d / 2], neighbours).
+    """
     tokens, group, d = q.shape
     n_pages = -(-len(k) // 16)
     order = np.arange(n_pages) if order is None else order
@@ -45,6 +48,7 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False,
     rows = group * tokens
     scratch = np.zeros(A.scores_bytes(rows), np.uint8)
     tile = np.zeros((rows, A.query_row_bytes(d)), np.uint8)
+    terms, turns, neighbours = terms_of(*left_out) if left_out else (None, np.zeros((0, 0, 0)), False)
     attend_in_order(
         A.attention_worker(group, tokens, int(int8)),
         0 if sinks is None else sinks.ctypes.data,
@@ -59,18 +63,43 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False,
         out,
         partial,
         scratch,
+        0 if terms is None else terms.ctypes.data,
+        turns.ctypes.data,
+        turns.strides[1],
+        neighbours,
     )
     return out
 
 
+def terms_of(r, pairs, angles, neighbours):
+    """The tables of the terms: records of their number, then of each pair; cosines and sines by pair, whole pages."""
+    terms = np.zeros(1 + len(pairs), [("pair", "<i4"), ("r", "<f4", 2), ("", "<i4")])
+    terms["pair"] = [len(pairs), *pairs]
+    terms["r"][1:] = r[np.stack(pair_dimensions(len(r), neighbours))[:, pairs].T]
+    turns = np.stack([np.cos(angles), np.sin(angles)]).transpose(2, 0, 1).astype(np.float32)
+    turns = np.pad(turns, ((0, 0), (0, 0), (0, 16)), constant_values=np.nan)
+    return terms, np.ascontiguousarray(turns), neighbours
+
+
+def pair_dimensions(d, neighbours):
+    half = np.arange(d // 2)
+    return (2 * half, 2 * half + 1) if neighbours else (half, half + d // 2)
+
+
 @kernel
-def attend_in_order(worker, sinks, int8, q, tile, keys, table, position, window, cap, out, partial, scratch):
+def attend_in_order(
+    worker, sinks, int8, q, tile, keys, table, position, window, cap, out, partial, scratch,
+    terms, turns, turn_bytes, neighbours,
+):  # fmt: skip
     tokens, group, d = q.shape
     rows = tokens * group
     for row in range(rows):
         query = q[row // group, row % group].ctypes.data
         if int8:
-            A.put_query_int8(query, d, tile.ctypes.data + 4 * row, 4 * rows)
+            at = tile.ctypes.data + 4 * row
+            if terms != 0:
+                A.put_terms(query, terms, d // 2, neighbours, at + 4 * rows * A.terms_offset(d), 4 * rows)
+            A.put_query_int8(query, d, at, 4 * rows)
         else:
             A.put_query(query, d, tile.ctypes.data + 4 * row, 4 * rows)
     state = np.zeros((tokens, group, 2), np.float32)
@@ -92,7 +121,9 @@ def attend_in_order(worker, sinks, int8, q, tile, keys, table, position, window,
             window,
             d,
         )
-        call(worker, (*where, cap.ctypes.data, partial.ctypes.data, scratch.ctypes.data))
+        turned = turns + 4 * A.PARTITION * partition
+        more = (cap.ctypes.data, terms, turned, turn_bytes, partial.ctypes.data, scratch.ctypes.data)
+        call(worker, (*where, *more))
         for t in range(tokens):
             low, high = A.visible(at, window, t)
             if low < high:
@@ -181,6 +212,42 @@ def test_an_int8_cache_is_exact_for_the_values_it_keeps(n, group, d):
     assert np.max(np.abs(seen - expected)) < 5e-4 * np.abs(v).max()
 
 
+def rotated(r, pairs, angles, neighbours):
+    """The chosen pairs of r [d] at every position [n, d], float64."""
+    first, second = (dimensions[pairs] for dimensions in pair_dimensions(len(r), neighbours))
+    out, t = np.zeros((len(angles), len(r))), angles[:, pairs]
+    out[:, first] = r[first] * np.cos(t) - r[second] * np.sin(t)
+    out[:, second] = r[second] * np.cos(t) + r[first] * np.sin(t)
+    return out
+
+
+def left_out_of(d, n, pairs, neighbours):
+    """A constant part of keys that is 100 times what they differ by, and angles as models have them."""
+    r = (100 * np.random.default_rng(3).standard_normal(d)).astype(np.float32)
+    return r, np.array(pairs, int), np.arange(n)[:, None] * 100.0 ** (-2 * np.arange(d // 2) / d), neighbours
+
+
+@pytest.mark.parametrize("n", [1, 17, 257, 600])
+@pytest.mark.parametrize(
+    ("group", "d", "pairs", "neighbours"),
+    [(3, 64, [0, 5, 31], False), (4, 128, [2], True), (2, 32, range(16), False)],
+)
+def test_an_int8_cache_adds_what_its_keys_do_without(n, group, d, pairs, neighbours):
+    """Exact again: q . (kept + R(p) r), although r alone would take all bits of the cache."""
+    q, k, v = random(n, group, d)
+    q *= np.float32(0.1)
+    left_out = left_out_of(d, n, pairs, neighbours)
+    k64, v64 = as_int8(k), as_int8(v)
+    s = q.astype(np.float64) @ (k64 + rotated(*left_out)).T
+    p = np.exp(s - s.max(-1, keepdims=True))
+    expected = p / p.sum(-1, keepdims=True) @ v64
+    seen = attend(q, k, v, position=n - 1, int8=True, left_out=left_out)
+    assert np.max(np.abs(seen - expected)) < 5e-4 * np.abs(v).max()
+    if n > 1:
+        whole = attend(q, k + rotated(*left_out).astype(np.float32), v, position=n - 1, int8=True)
+        assert np.max(np.abs(whole - expected)) > 20 * np.max(np.abs(seen - expected))
+
+
 def test_int8_windows_and_page_order():
     q, k, v = random(300)
     whole = attend(q, k, v, position=299, first=100, int8=True)
@@ -190,17 +257,19 @@ def test_int8_windows_and_page_order():
     assert np.max(np.abs(whole - near)) < 0.02
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", ["float16", "int8", "int8 with terms"])
 @pytest.mark.parametrize("window", [0, 3, 16, 250, 300])
 @pytest.mark.parametrize(("group", "tokens"), [(1, 8), (3, 4), (6, 2)])
-def test_a_tile_of_tokens_has_the_bits_of_each_token_alone(group, tokens, window, int8):
+def test_a_tile_of_tokens_has_the_bits_of_each_token_alone(group, tokens, window, form):
     """At the borders of pages and partitions, beside infinite values that only the last token sees."""
     _, k, v = random(530, 1, 32)
     v[-1] = np.inf
     queries = np.random.default_rng(7).standard_normal((tokens, group, 32)).astype(np.float32)
     for position in (0, 5, 15, 255 - tokens // 2, 256, 300, 511 - tokens // 2, 530 - tokens):
         n = position + tokens
-        options = {"window": window, "int8": int8}
+        options = {"window": window, "int8": form != "float16"}
+        if "terms" in form:
+            options["left_out"] = left_out_of(32, n, [1, 7], True)
         at_once = attend_tile(queries, k[:n], v[:n], position=position, **options)
         for t in range(tokens):
             alone = attend_tile(queries[t : t + 1], k[:n], v[:n], position=position + t, **options)

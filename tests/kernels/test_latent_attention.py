@@ -53,7 +53,7 @@ def attend(q, x, *, position, window=0, int8=False, order=None):
     keys = pages.ctypes.data
     values = keys + 16 * ROPE * (1 if int8 else 2)
     where = (tile.ctypes.data, 4 * rows, keys, values, scales[0].ctypes.data, scales[1].ctypes.data)
-    more = (pages.shape[1], order.ctypes.data, position, window, D, cap.ctypes.data)
+    more = (pages.shape[1], order.ctypes.data, position, window, D, cap.ctypes.data, 0, 0, 0)
     arguments = (*where, *more, partial.ctypes.data, scratch.ctypes.data)
     run(L.latent_attention_worker(heads, tokens, int(int8)), arguments)
     sums, total = partial[:, A.PARTIAL_FIELDS :], partial[:, 1:2]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ropewalk.backend.base import Float32Array, Int32Array, StepBatch
+from ropewalk.backend.base import PAGE_SIZE, Float32Array, Int32Array, StepBatch
 from ropewalk.kernels.tables import Layer
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.rope import rope_table
@@ -32,7 +32,7 @@ class Angles:
     Attributes
     ----------
     n_positions : int
-        Positions that the tables reach.
+        Positions that the tables reach: whole pages.
 
     Raises
     ------
@@ -49,16 +49,29 @@ class Angles:
         self._tables = [rope_table(rope, tensor, config.context_length) for rope in config.rope]
         self._layers = layers
         self._angles: list[tuple[Float32Array, Float32Array]] = []
+        self._by_pair = False
+        self._turns: list[Float32Array] = []
 
     def reach(self, n_positions: int) -> None:
         """Make the tables reach so many positions."""
         if n_positions <= self.n_positions:
             return
-        self.n_positions = max(n_positions, 2 * self.n_positions)
+        self.n_positions = -(-max(n_positions, 2 * self.n_positions) // PAGE_SIZE) * PAGE_SIZE
         self._angles = [t.angles(self.n_positions, twice=self._switch > 0) for t in self._tables]
         for layer, rope in zip(self._layers, self._layer_rope, strict=True):
             if rope >= 0:
                 layer[Layer.COS], layer[Layer.SIN] = (x.ctypes.data for x in self._angles[rope])
+        if self._by_pair:
+            self.turn()
+
+    def turn(self) -> None:
+        """From now on have them by pair too, float32 [width / 2, cosine then sine, rows], for an int8 cache."""
+        self._by_pair = True
+        self._turns = [np.ascontiguousarray(np.stack([cos.T, sin.T], axis=1)) for cos, sin in self._angles]
+        for layer, rope in zip(self._layers, self._layer_rope, strict=True):
+            if rope >= 0:
+                turns = self._turns[rope]
+                layer[Layer.TURNS], layer[Layer.TURN_BYTES] = turns.ctypes.data, turns.strides[1]
 
     def rows(self, batch: StepBatch) -> Int32Array:
         """The row of every token of a batch, whose positions are within reach: int32 [n]."""

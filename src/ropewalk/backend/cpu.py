@@ -22,6 +22,7 @@ from ropewalk.backend.adapters import AdapterTable
 from ropewalk.backend.angles import Angles
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord, now_ns
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
+from ropewalk.backend.constant_keys import ConstantKeys
 from ropewalk.backend.experts import ExpertTable
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.latent import LatentTable
@@ -138,6 +139,12 @@ def _untouched(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
+def check_cache_dtype(dtype: str) -> None:
+    """Refuse a type of elements that no KV cache has; raises InvalidParameterError."""
+    if dtype not in CACHE_DTYPES:
+        raise InvalidParameterError(f"cache_dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
+
+
 def cache_page_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of one page of a KV cache over all layers, scales included.
 
@@ -146,8 +153,7 @@ def cache_page_bytes(config: ModelConfig, dtype: str) -> int:
     InvalidParameterError
         If there are no such caches.
     """
-    if dtype not in CACHE_DTYPES:
-        raise InvalidParameterError(f"cache dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
+    check_cache_dtype(dtype)
     is_int8 = dtype == "int8"
     head_bytes = head_page_bytes(config.head_dim, is_int8) * (1 if config.latent else 2)
     return config.n_layers * config.n_kv_heads * (head_bytes + (2 * SCALES_BYTES if is_int8 else 0))
@@ -215,6 +221,7 @@ class CpuBackend:
             ],
             np.float32,
         )
+        self._constant_keys: ConstantKeys | None = None  # found when the first int8 cache is made
         self._job = np.zeros(len(Job), np.int64)
         self._buffers: dict[Job, NDArray[Any]] = {}
         self._capacity = 0
@@ -262,6 +269,11 @@ class CpuBackend:
     def new_cache(self, n_pages: int, dtype: str = "float16") -> CpuCache:
         """Allocate a KV cache of `n_pages` pages of 16 tokens."""
         cache = CpuCache(self.config, n_pages, dtype)
+        with self._lock:
+            if cache.is_int8 and not self._constant_keys:
+                self._constant_keys = ConstantKeys(self.config, self._checkpoint, self.weights)
+                if self._constant_keys.n_terms.any():
+                    self._angles.turn()
         compile_parts(attention_parts(self.config, dtype))
         return cache
 

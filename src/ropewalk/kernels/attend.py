@@ -14,6 +14,7 @@ from ropewalk.kernels.attention import (
     PARTIAL_FIELDS,
     PARTITION,
     SCALES_BYTES,
+    TERM_BYTES,
     begin,
     finish,
     merge,
@@ -21,8 +22,10 @@ from ropewalk.kernels.attention import (
     put_key_int8,
     put_query,
     put_query_int8,
+    put_terms,
     put_value,
     put_value_int8,
+    terms_offset,
 )
 from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
@@ -87,7 +90,8 @@ def _store_head(job, layer, number, token, h, page, slot, cos, sin):
     n_kv, head_dim = job[Job.N_KV_HEADS], job[Job.HEAD_DIM]
     k = job[Job.KEYS] + 4 * head_dim * (n_kv * token + h)
     v = job[Job.VALUES] + 4 * head_dim * (n_kv * token + h)
-    bias = layer[Layer.K_BIAS] + 4 * head_dim * h if layer[Layer.K_BIAS] != 0 else 0
+    biases = layer[Layer.K_REST] if job[Job.CACHE_IS_INT8] else layer[Layer.K_BIAS]
+    bias = biases + 4 * head_dim * h if biases != 0 else 0
     _finish_head(job, k, bias, _head_norm(job, layer[Layer.K_NORM], h), cos, sin)
     if layer[Layer.V_BIAS] != 0:
         add_to(v, layer[Layer.V_BIAS] + 4 * head_dim * h, head_dim)
@@ -103,6 +107,24 @@ def _store_head(job, layer, number, token, h, page, slot, cos, sin):
     else:
         put_key(keys, slot, k, head_dim)
         put_value(values, slot, v, head_dim)
+
+
+@inline
+def _terms(job, layer, h):
+    """Address of what an int8 cache leaves out of the keys of a KV head; 0: nothing."""
+    if layer[Layer.K_TERMS] == 0:
+        return 0
+    return layer[Layer.K_TERMS] + TERM_BYTES * (1 + job[Job.ROPE_WIDTH] // 2) * h
+
+
+@inline
+def _put_query_int8(job, layer, head, q, row, step):
+    """A query and what it has of the keys' terms into its row."""
+    head_dim, terms = job[Job.HEAD_DIM], _terms(job, layer, head * job[Job.N_KV_HEADS] // job[Job.N_HEADS])
+    if terms != 0:
+        out = row + step * terms_offset(head_dim)
+        put_terms(q, terms, job[Job.ROPE_WIDTH] // 2, job[Job.NEIGHBOURS] != 0, out, step)
+    put_query_int8(q, head_dim, row, step)
 
 
 @inline
@@ -133,7 +155,7 @@ def rotate_and_store(n_threads, words, job, layer, number):
                 elif job[Job.LATENT] != 0:
                     put_latent_query_int8(q, job[Job.ROPE_WIDTH], head_dim, row, step)
                 else:
-                    put_query_int8(q, head_dim, row, step)
+                    _put_query_int8(job, layer, head, q, row, step)
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
@@ -165,7 +187,10 @@ def _attend_partition(job, layer, number, token, h, first_head, partition, whole
     For `token` alone, or for the whole tile that begins with it.
     """
     group = job[Job.N_HEADS] // job[Job.N_KV_HEADS]
-    start = partition * PARTITION
+    start, position = partition * PARTITION, np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
+    other_angles = (
+        load_i32(job[Job.ANGLE_ROWS] + 4 * token) - position
+    )  # rows on, where a long context has its own
     keys, values, key_scales, value_scales = _head_addresses(job, number, h, 0)
     worker = job[Job.ATTENTION_TILE] if whole_tile else job[Job.ATTENTION]
     if group - first_head < job[Job.PASS_HEADS]:
@@ -181,10 +206,13 @@ def _attend_partition(job, layer, number, token, h, first_head, partition, whole
             value_scales,
             job[Job.PAGE_BYTES],
             _page_table(job, token) + 4 * (start // PAGE),
-            np.int64(load_i32(job[Job.POSITIONS] + 4 * token)) - start,
+            position - start,
             layer[Layer.WINDOW],
             job[Job.HEAD_DIM],
             job[Job.CONSTANTS] + 8,
+            _terms(job, layer, h),
+            layer[Layer.TURNS] + 4 * (start + other_angles),
+            layer[Layer.TURN_BYTES],
             partial,
             scores,
         ),

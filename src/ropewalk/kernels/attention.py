@@ -16,6 +16,15 @@ in prefill those of several tokens that follow each other: together they are the
 
 where a score of an int8 cache is an exact integer sum times both scales.
 
+A large bias would set the scale of an int8 key and leave few bits for what differs from token to token. So what a
+rotary pair has in common for all keys may be missing in the cache (`backend.constant_keys` chooses), and its term is
+added to the scores: with (r0, r1) that part, (q0, q1) the query's, and t the angle of the key's position,
+
+    q . rotated(r) = cos t * (q0 r0 + q1 r1) + sin t * (q1 r0 - q0 r1)
+
+The terms of a KV head are records of TERM_BYTES: the first begins with their number (int32), each other one is the
+pair's number (int32) and r0, r1 (float32). A query's row ends with the two sums in brackets for each term, float32.
+
 The context is worked through in partitions of 256 tokens at absolute positions; each gives a partial result, for
 each head PARTIAL_FIELDS floats (maximum, sum of exponentials, then unused) and its weighted sum of values
 [head_dim]. `merge` adds partials up in ascending order (online softmax, Milakov & Gimelshein 2018), at once or after
@@ -32,7 +41,7 @@ from numba.extending import intrinsic
 from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import inline, worker
-from ropewalk.kernels.pointwise import exp, round_within, soft_cap
+from ropewalk.kernels.pointwise import exp, pair_of, round_within, soft_cap
 from ropewalk.kernels.simd import (
     F32,
     I32,
@@ -138,6 +147,7 @@ def store_rows(typing_context, tile, address, stride):
     return types.void(tile, types.int64, types.int64), emit
 
 
+TERM_BYTES = 16  # of a constant part of keys
 SCALES_BYTES = 4 * PAGE  # of the keys, or the values, of one head in one page
 
 
@@ -169,8 +179,8 @@ def scores_bytes(rows: int) -> int:
 
 
 def query_row_bytes(head_dim: int) -> int:
-    """Bytes of one row of a query tile."""
-    return 4 * (head_dim + 4)
+    """Bytes of one row of a query tile, with as many terms as there can be."""
+    return 4 * (head_dim + head_dim // 2 + 4)
 
 
 @inline
@@ -259,6 +269,23 @@ def put_query_int8(q, head_dim, out, step):
     store_f32(fields, top / np.float32(32512))
     store_i32(fields + step, sum_high)
     store_i32(fields + 2 * step, sum_low)
+
+
+@inline
+def put_terms(q, terms, half, neighbours, out, step):
+    """A query's part of the terms, for `put_query_int8`'s row `out`; to be put before, while q are floats."""
+    for i in range(load_i32(terms)):
+        term = terms + TERM_BYTES * (i + 1)
+        first, second = pair_of(q, load_i32(term), half, neighbours)
+        q0, q1, r0, r1 = load_f32(first), load_f32(second), load_f32(term + 4), load_f32(term + 8)
+        store_f32(out + step * 2 * i, q0 * r0 + q1 * r1)
+        store_f32(out + step * (2 * i + 1), q1 * r0 - q0 * r1)
+
+
+@inline
+def terms_offset(head_dim):
+    """Where terms begin in a row of an int8 query tile, in elements."""
+    return head_dim // 2 + 3
 
 
 @inline
@@ -353,12 +380,13 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
     arguments, all int64: address of the first row in its query tile; bytes between a row's elements; addresses of the
     layer's and head's keys and values in page 0, and of their scales (int8 only); bytes between pages; address of the
     partition's part of the page table (int32); position of the first token, counted from the partition's start; the
-    window, 0 for none; head_dim; address of the soft cap (float32, 0 for none); address of the partial results;
-    address of scratch. Rows that see nothing of the partition get no result.
+    window, 0 for none; head_dim; address of the soft cap (float32, 0 for none); address of the KV head's terms (int8
+    only; 0 for none); address of the cosine of the first pair at the partition's start; bytes between cosines and
+    sines; address of the partial results; address of scratch. Rows that see nothing of the partition get no result.
     """
     rows, stride = heads * tokens, 4 * PARTITION
 
-    @worker(types.void(*[types.int64] * 14))
+    @worker(types.void(*[types.int64] * 17))
     def attend(
         q,
         step,
@@ -372,10 +400,14 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
         window,
         head_dim,
         cap,
+        terms,
+        turns,
+        turn_bytes,
         partial,
         scores,
     ):
         partial_stride = 4 * (PARTIAL_FIELDS + head_dim)
+        n_terms = np.int64(load_i32(terms)) if quantized and terms != 0 else 0
         first, first_end = visible(position, window, 0)
         last_start, last = visible(position, window, tokens - 1)
         pages = (last + PAGE - 1) // PAGE
@@ -390,6 +422,11 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
                     above = dot_rows(above, four, q + step * d)
                     below = dot_rows(below, four, low_part + step * d)
                 s = join_dots(above, below, fields, step, load_floats(k_scales + number * SCALES_BYTES))
+                for i in range(n_terms):
+                    turn = turns + 64 * page + 2 * turn_bytes * load_i32(terms + TERM_BYTES * (i + 1))
+                    at = q + step * (terms_offset(head_dim) + 2 * i)
+                    s = fma_rows(s, load_floats(turn), at, 4)
+                    s = fma_rows(s, load_floats(turn + turn_bytes), at + step, 4)
             else:
                 even, odd = zero_tile(rows), zero_tile(rows)
                 for d in range(0, head_dim, 2):

@@ -151,11 +151,12 @@ def _weigh(weights, table, first, pages, low, high, scales, quantized):
 def latent_attention_worker(heads: int, tokens: int, quantized: int) -> int:
     """Address of the compiled worker; what it does and its arguments are those of `attention.attention_worker`.
 
-    The address of the values is that of their first dimension in page 0: where the rotated part ends.
+    The address of the values is that of their first dimension in page 0: where the rotated part ends. Terms are not
+    looked at: there are none.
     """
     rows, stride = heads * tokens, 4 * PARTITION
 
-    @worker(types.void(*[types.int64] * 14))
+    @worker(types.void(*[types.int64] * 17))
     def attend_latent(
         q,
         step,
@@ -169,6 +170,9 @@ def latent_attention_worker(heads: int, tokens: int, quantized: int) -> int:
         window,
         head_dim,
         cap,
+        terms,
+        turns,
+        turn_bytes,
         partial,
         scores,
     ):

@@ -218,11 +218,17 @@ def norm_to_tile(x, norm, n, eps, as_bytes, fine, as_floats, tile, token):
 
 
 @inline
+def pair_of(x, i, half, neighbours):
+    """Addresses of the two floats at x that the i-th of `half` angles turns."""
+    return (x + 8 * i, x + 8 * i + 4) if neighbours else (x + 4 * i, x + 4 * (i + half))
+
+
+@inline
 def rotate(x, cos, sin, width, neighbours):
     """Rotate the first `width` floats in place by the angles whose cosines and sines are given (width / 2 each)."""
     half = width // 2
     for i in range(half):
-        first, second = (x + 8 * i, x + 8 * i + 4) if neighbours else (x + 4 * i, x + 4 * (i + half))
+        first, second = pair_of(x, i, half, neighbours)
         c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
         x0, x1 = load_f32(first), load_f32(second)
         store_f32(first, x0 * c - x1 * s)

@@ -132,6 +132,10 @@ class Layer(IntEnum):
     LATENT_VALUE_INPUT = 39
     Q_A_NORM = 40
     KV_A_NORM = 41
+    K_REST = 42  # what an int8 cache keeps of K_BIAS; 0: nothing
+    K_TERMS = 43  # what it leaves out: address of terms of each KV head, see `kernels.attention`; 0: nothing
+    TURNS = 44  # COS and SIN for those terms: address of float32 [rope_width / 2, cosine then sine, rows]
+    TURN_BYTES = 45  # of a row of cosines or sines there
 
 
 TO_X, TO_Y, ONTO_Y = range(3)
