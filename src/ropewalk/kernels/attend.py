@@ -188,9 +188,8 @@ def _attend_partition(job, layer, number, token, h, first_head, partition, whole
     """
     group = job[Job.N_HEADS] // job[Job.N_KV_HEADS]
     start, position = partition * PARTITION, np.int64(load_i32(job[Job.POSITIONS] + 4 * token))
-    other_angles = (
-        load_i32(job[Job.ANGLE_ROWS] + 4 * token) - position
-    )  # rows on, where a long context has its own
+    # Rows of angles from the token's position to those that its sequence has: not 0 in a long context of two tables.
+    other_angles = load_i32(job[Job.ANGLE_ROWS] + 4 * token) - position
     keys, values, key_scales, value_scales = _head_addresses(job, number, h, 0)
     worker = job[Job.ATTENTION_TILE] if whole_tile else job[Job.ATTENTION]
     if group - first_head < job[Job.PASS_HEADS]:
