@@ -76,7 +76,7 @@ class Parts:
 def open_parts(model: str | os.PathLike[str], options: LLMOptions, resources: ExitStack) -> Parts:
     """Open a model; what is to be closed at the end goes to `resources`. Raises what `LLM` says."""
     from ropewalk.adapters import open_loras
-    from ropewalk.backend.cpu import CpuBackend
+    from ropewalk.backend.cpu import CpuBackend, check_cache_dtype
     from ropewalk.kernels.team import warn_of_too_many
     from ropewalk.model.config import ModelConfig
     from ropewalk.model.rope_settings import override_rope
@@ -91,6 +91,8 @@ def open_parts(model: str | os.PathLike[str], options: LLMOptions, resources: Ex
     if options.n_threads is not None:
         check_count("n_threads", options.n_threads)
         warn_of_too_many(options.n_threads)
+    check_count("max_batch", options.max_batch)
+    check_cache_dtype(options.cache_dtype)
     check_context(options.context_length, config.context_length)
     speculator = speculator_of(
         options,

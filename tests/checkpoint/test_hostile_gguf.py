@@ -131,8 +131,8 @@ CASES: dict[str, tuple[str, Callable]] = {
     "safetensors": ("safetensors", lambda c: c.u64(30) + b'{"__metadata__":{"format":"pt"}}'),
     "a zip archive": ("zip archive", lambda c: b"PK\x03\x04" + bytes(100)),
     "a GGML file": ("before GGUF", lambda c: b"tjgg" + bytes(100)),
-    "three bytes": ("starts with b'GGU'", lambda c: b"GGU"),
-    "anything else": (r"starts with b'\\x00\\x01hello,'", lambda c: b"\0\1hello, world"),
+    "three bytes": ("starts with 'GGU'", lambda c: b"GGU"),
+    "anything else": (r"starts with '\\x00\\x01hello,'", lambda c: b"\0\1hello, world"),
 }
 for bad in (0, 1, 3, 4, 24, 1 << 30):
     CASES[f"alignment {bad}"] = (

@@ -1,6 +1,7 @@
 """The command line with a model that counts for ever, for tests that need a process of their own."""
 
 import itertools
+import os
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ class CountingLLM:
     has_chat_template = True
 
     def stream_chat(self, messages, params):
-        for number in itertools.count():
+        for number in range(int(os.environ["LAST"])) if "LAST" in os.environ else itertools.count():
             time.sleep(0.01)
             yield SimpleNamespace(text=f"{number}\x1b[31m ", output=None)
 

@@ -85,9 +85,9 @@ def test_json(ropewalk, plans):
         (["--prompt", ""], "expected whole numbers", 2),
         (["--batch", "1,x"], "'1,x': expected whole numbers", 2),
         (["--repeats", "0"], "--repeats", 2),
-        (["--threads", "0"], "threads is [0]; allowed: numbers from 1", 1),
-        (["--depth", "-1"], "depths is [-1]", 1),
-        (["--cache-type", "int4"], "cache_types is ['int4']; allowed: float16, int8", 1),
+        (["--threads", "0"], "threads is [0]; allowed: numbers from 1", 2),
+        (["--depth", "-1"], "depths is [-1]", 2),
+        (["--cache-type", "int4"], "cache_types is ['int4']; allowed: float16, int8", 2),
     ],
 )
 def test_wrong_options_are_told(ropewalk, plans, options, words, status):
@@ -99,7 +99,7 @@ def test_wrong_options_are_told(ropewalk, plans, options, words, status):
 
 def test_a_depth_beyond_the_context_is_told(ropewalk, smollm2):
     result = ropewalk("bench", smollm2, "--depth", "8192")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr == (
         "ropewalk: prefill of 128 tokens at depth 8192 takes 8320 tokens of context; the model has 8192\n"
     )

@@ -125,3 +125,9 @@ def test_a_second_ctrl_c_leaves():
 )
 def test_parse_value(text, value):
     assert parse_value(text) == value
+
+
+def test_a_line_that_is_not_utf8_is_refused(ropewalk, llm):
+    result = ropewalk("chat", stdin=b"a\nb\xff\n")
+    assert (result.exit_code, len(llm.asked)) == (1, 1)
+    assert result.stderr == "ropewalk: line 2 of stdin is not UTF-8: byte 0xff at offset 1\n"

@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from ropewalk.cli import console
-from ropewalk.errors import CheckpointError
+from ropewalk.errors import CheckpointError, InvalidParameterError
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_byte_size(n_bytes, text):
     ("error", "status", "told"),
     [
         (CheckpointError("bad \x1b[2J file\nsecond line"), 1, "ropewalk: bad \u241b[2J file second line\n"),
+        (InvalidParameterError("top_k is x; allowed: y"), 2, "ropewalk: top_k is x; allowed: y\n"),
         (KeyboardInterrupt(), 130, "\n"),
+        (OSError(28, "No space left on device", "/a/b"), 1, "ropewalk: /a/b: No space left on device\n"),
     ],
 )
 def test_verb_turns_endings_into_statuses(error, status, told, capsys):

@@ -51,5 +51,5 @@ def test_a_forced_rung_that_does_not_exist_is_told_in_one_line(ropewalk, measure
     cpu.choose_rung.cache_clear()
     result = ropewalk("doctor")
     cpu.choose_rung.cache_clear()
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("ropewalk: ROPEWALK_RUNG is 'altivec'; allowed: amx, vnni")

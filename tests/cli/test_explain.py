@@ -99,7 +99,7 @@ def test_the_timeline_is_of_the_same_run(told):
     ("arguments", "status", "message"),
     [
         (("--raw", "--system", "x"), 2, "--raw is without a chat template"),
-        (("--candidates", "-1"), 2, "'--candidates': Input should be greater than or equal to 0"),
+        (("--candidates", "-1"), 2, "'--candidates': -1; allowed: a whole number of at least 0"),
         (("--trace", "/no/such/t.json"), 2, "--trace /no/such/t.json: there is no folder /no/such"),
         (("--temperature", "-1"), 2, "temperature is -1.0; allowed: a finite number of at least 0"),
     ],

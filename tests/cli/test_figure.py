@@ -73,15 +73,15 @@ def test_the_default_file_is_named_after_the_figure(ropewalk, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("cache", "-o", "a.pdf"), 1, "allowed: a name that ends in .svg or .png"),
-        (("cache", "--theme", "red"), 1, "theme is 'red'; allowed: auto, light, dark"),
-        (("cache", "--cache-type", "int9"), 1, "cache type is 'int9'"),
+        (("cache", "-o", "a.pdf"), 2, "allowed: a name that ends in .svg or .png"),
+        (("cache", "--theme", "red"), 2, "theme is 'red'; allowed: auto, light, dark"),
+        (("cache", "--cache-type", "int9"), 2, "cache type is 'int9'"),
         (("cache", "smollm2-135n"), 1, "smollm2-135m"),
-        (("sampling", "--temperature", "0"), 1, "temperature is 0.0; allowed: at least 1e-5"),
-        (("sampling", "--top-p", "2"), 1, "top_p is 2.0; allowed: in 0 ... 1"),
+        (("sampling", "--temperature", "0"), 2, "temperature is 0.0; allowed: at least 1e-5"),
+        (("sampling", "--top-p", "2"), 2, "top_p is 2.0; allowed: in 0 ... 1"),
         (("sampling", "smollm2-135m"), 2, "a model needs a prompt after it"),
         (("roofline", "--batch", "x"), 2, "expected whole numbers"),
-        (("loop", "--tokens", "1"), 2, "Input should be greater than or equal to 2"),
+        (("loop", "--tokens", "1"), 2, "1; allowed: a whole number of at least 2"),
         (("pie",), 2, "No such command 'pie'"),
     ],
 )

@@ -96,7 +96,7 @@ def test_pull_prints_the_path_and_tells_each_step_that_lasts_once(ropewalk, monk
     monkeypatch.setattr(loading.threading, "Timer", ByHand)
     result = ropewalk("pull")
     assert result.stdout == f"{tmp_path / 'model.gguf'}\n"
-    assert result.stderr == "downloading smollm2-135m ...\nchecking smollm2-135m\u241b ...\n"
+    assert result.stderr == "downloading smollm2-135m (5.0 kB) ...\nchecking smollm2-135m\u241b ...\n"
     assert all(timer.cancelled for timer in ByHand.made)
 
 

@@ -87,17 +87,21 @@ def test_no_limit_of_tokens(parse):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--temperature", "-1"), "temperature"),
-        (("--top-p", "1.5"), "top_p"),
+        (("--temperature", "-1"), "--temperature is -1.0; allowed: a finite number of at least 0"),
+        (("--top-p", "1.5"), "--top-p is 1.5; allowed"),
         (("--logit-bias", "x"), "ID:BIAS"),
+        (("--max-tokens", "0"), "--max-tokens is 0; allowed: at least 1, or -1 for no limit"),
         (("--threads", "0"), "--threads"),
         (("--max-tokens", "many"), "--max-tokens"),
-        (("--kv-memory", "lots"), "kv_memory is 'lots'"),
-        (("--cache-dir", "x", "--cache-dir-size", "lots"), "cache_dir_size is 'lots'"),
+        (("--kv-memory", "lots"), "--kv-memory is 'lots'"),
+        (("--cache-dir", "x", "--cache-dir-size", "lots"), "--cache-dir-size is 'lots'"),
         (("--cache-dir-size", "1GB"), "--cache-dir-size needs --cache-dir"),
         (("--cache-dir", "x", "--no-prefix-cache"), "--cache-dir keeps what --no-prefix-cache turns off"),
-        (("--truncate-prompt-tokens", "0"), "truncate_prompt_tokens is 0"),
-        (("--slide", "--max-tokens", "-1"), "max_tokens is None"),
+        (
+            ("--truncate-prompt-tokens", "0"),
+            "--truncate-prompt-tokens is 0; allowed: an integer of at least 1, or -1",
+        ),
+        (("--slide", "--max-tokens", "-1"), "--max-tokens is -1; allowed: with slide, a number"),
         (("--temprature", "1"), "--temprature"),
     ],
 )

@@ -45,6 +45,39 @@ def test_text_is_exact_through_a_pipe():
     process.communicate()
 
 
+@pytest.mark.parametrize("arguments", [[*FAKE, "run", "m", "Hi", "-q"], [*ROPEWALK, "--help"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_is_told_in_one_line(arguments):
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert (result.returncode, result.stderr) == (1, b"ropewalk: No space left on device\n")
+
+
+@pytest.mark.parametrize(("closed", "status"), [("0<&-", 1), ("1>&-", 0), ("2>&-", 0)])
+def test_closed_streams(closed, status, tmp_path):
+    """Reading from a stdin that is closed is reading nothing; what goes to a closed one goes nowhere."""
+    prompt = "" if closed == "0<&-" else "Hi"
+    line = f'"$@" run m {prompt} {closed}'
+    result = subprocess.run(
+        ["sh", "-c", line, "sh", *FAKE], capture_output=True, timeout=60, env={**os.environ, "LAST": "3"}
+    )
+    assert result.returncode == status
+    assert b"Traceback" not in result.stderr
+    if closed == "0<&-":
+        assert result.stderr == b"ropewalk: the prompt (stdin) is empty\n"
+
+
+def test_ctrl_c_while_libraries_are_imported_is_130_without_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    result = subprocess.run(
+        [*ROPEWALK, "list"], capture_output=True, timeout=60, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert (result.returncode, result.stdout) == (130, b"")
+    assert b"Traceback" not in result.stderr
+
+
 class Terminal:
     """A program on a pseudo-terminal: type into it, and wait for what it shows."""
 

@@ -121,8 +121,8 @@ def test_no_prompt_on_a_terminal_is_wrong_usage(monkeypatch):
 @pytest.mark.parametrize(
     ("stdin", "told"),
     [
-        (b"", "ropewalk: stdin is empty\n"),
-        (b"ab\xff", "ropewalk: stdin is not UTF-8: byte 0xff at offset 2\n"),
+        (b"", "ropewalk: the prompt (stdin) is empty\n"),
+        (b"ab\xff", "ropewalk: the prompt (stdin) is not UTF-8: byte 0xff at offset 2\n"),
     ],
 )
 def test_a_bad_stdin_is_told_in_one_line(ropewalk, llm, stdin, told):
@@ -142,7 +142,7 @@ def test_an_argument_that_is_not_utf8(ropewalk, llm):
         (("--raw", "--chat"), "--raw"),
         (("--raw", "--system", "x"), "--raw"),
         (("--logprobs", "2"), "--json"),
-        (("--min-p", "2"), "min_p"),
+        (("--min-p", "2"), "--min-p is 2.0"),
     ],
 )
 def test_wrong_usage(ropewalk, llm, arguments, named):

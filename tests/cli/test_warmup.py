@@ -90,7 +90,7 @@ def test_query_heads_are_shared_out_evenly_over_passes(group, passes):
 def test_a_model_of_two_kinds_of_pass_needs_both(monkeypatch):
     from types import SimpleNamespace
 
-    assert {part.what for part in attention_parts(SimpleNamespace(kv_group=9), "int8")} == {
+    assert {part.what for part in attention_parts(SimpleNamespace(kv_group=9, latent=None), "int8")} == {
         f"attention for {heads} heads, tokens: {tokens}, int8"
         for heads in (5, 4)
         for tokens in (1, tile_tokens(5))

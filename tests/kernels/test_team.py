@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels import team
 
 
@@ -162,3 +163,8 @@ def test_more_threads_than_cpus_are_warned_of(monkeypatch):
     team.warn_of_too_many(4)
     with pytest.warns(UserWarning, match="n_threads is 5, and this process may use 4 CPUs: it will be slow"):
         team.warn_of_too_many(5)
+    most = team.MAX_THREADS_PER_CPU * 4
+    with pytest.warns(UserWarning, match="it will be slow"):
+        team.warn_of_too_many(most)
+    with pytest.raises(InvalidParameterError, match=r"n_threads is 257; allowed: 1 \.\.\. 256"):
+        team.warn_of_too_many(most + 1)

@@ -218,6 +218,7 @@ def test_f3_the_templates_own_words():
     [
         ([], "at least one message"), (5, "list"), (b"Hi", "list"), ("Hi", "list"), ({"role": "user"}, "list"), (["Hi"], "message 0 is 'Hi'"),
         ([{"content": "Hi"}], "message 0 has the role None"), ([{"role": 3, "content": "x"}], "message 0 has the role 3"),
+        ([{"role": "user", "content": 3}], "message 0 has the content 3; allowed: a text"), ([{"role": "user", "content": [{"type": "image_url"}]}], "allowed: a text"),
         ([*HI, {"role": "user"}], "message 1 has no content"), ([{"role": "user", "content": None}], "message 0 has no content"),
         ([{"role": "assistant", "tool_calls": "x"}], "message 0 has tool_calls 'x'"),
     ],
@@ -306,3 +307,8 @@ def test_e4_a_start_that_only_the_template_writes_is_left_alone():
         1,
         6,
     ]
+
+
+def test_a_list_of_parts_is_their_text_together():
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    assert render("{{ messages[0].content + '!' }}", [{"role": "user", "content": parts}]) == "Hi there!"

@@ -7,8 +7,9 @@ time and takes milliseconds later.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -100,9 +101,10 @@ def compile_in_processes(
     `multiprocessing` can start anew: the command line is, a notebook may not be.
     """
     parts = list(parts)
-    pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(n_processes, get_context("spawn"))
     try:
-        waiting = [pool.submit(part.compile) for part in parts]
+        with _interrupts_held_back():
+            waiting = [pool.submit(part.compile) for part in parts]
         for i, (part, future) in enumerate(zip(parts, waiting, strict=True)):
             if progress:
                 progress(f"compiling {part.what}", i / len(parts))
@@ -111,9 +113,18 @@ def compile_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches all processes of a terminal; the first one ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal; the first one ends the others, which never see it.
+
+    Processes that are started meanwhile inherit this from their first instruction on, before they have imported
+    anything; for this one it comes at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _format_part(name: str, block_bytes: int, fine: bool) -> Part:

@@ -214,5 +214,5 @@ def _number(cursor: Cursor, kind: int, what: str) -> np.dtype[np.generic]:
 
 def show(value: object) -> str:
     """Quote something from the file, safely: no control characters, no endless names."""
-    text = ascii(value) if isinstance(value, bytes) else repr(value)
+    text = ascii(value)[1:] if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"

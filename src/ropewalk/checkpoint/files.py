@@ -30,7 +30,7 @@ def map_file(path: Path, kind: str) -> mmap.mmap:
     except FileNotFoundError:
         raise ModelNotFoundError(f"there is no file {path}") from None
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}") from e
+        raise CheckpointError(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
     if stat.S_ISDIR(status.st_mode):
         raise CheckpointError(f"{path} is a folder, not a {kind} file{_files_within(path)}")
     if not stat.S_ISREG(status.st_mode):
@@ -63,6 +63,8 @@ def what_else(start: bytes) -> str:
         return "it is a GGUF file; give it a name that ends in .gguf"
     if start[8:10] == b'{"' and int.from_bytes(start[:8], "little") < 1 << 32:
         return "it is a safetensors file; give the folder that holds it, with its config.json"
+    if text.startswith(b"{"):
+        return "it is JSON; give the folder that holds it, with its weights"
     if start.startswith(b"PK\x03\x04"):
         return "it is a zip archive (a PyTorch checkpoint, or a wheel that still holds the model)"
     if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):

@@ -6,6 +6,7 @@ does not know file formats; what comes in is kept as `store` describes.
 
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,10 @@ def resolve(
     DownloadError
         If it cannot be fetched.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ModelNotFoundError(
+            f"a model is {model!r}; allowed: a path, a catalog name or hf.co/owner/repo[:file]"
+        )
     name = os.fspath(model)
     if (path := _find(name)) or (path := _as_path(name)):
         return path
@@ -169,8 +174,11 @@ def _as_path(name: str) -> Path | None:
     known = list(dict.fromkeys([*CATALOG, *(m.name for m in list_models())]))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names: {', '.join(CATALOG)}"
-    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        hint = f"for a repository on Hugging Face, write hf.co/{name}; {hint}"
+    repo = re.sub(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/", "", name)
+    if repo != name or (name.count("/") == 1 and not name.startswith((".", "~", "/"))):
+        hint = f"for a repository on Hugging Face, write hf.co/{'/'.join(repo.split('/')[:2])}"
+    elif name.startswith((".", "~", "/")):
+        raise ModelNotFoundError(f"there is no file and no folder {name}{_neighbours(path)}")
     raise ModelNotFoundError(f"there is no model and no file called {name!r}; {hint}")
 
 

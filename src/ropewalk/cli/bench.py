@@ -32,28 +32,35 @@ def bench(
     model: Annotated[str, model_argument()] = DEFAULT_MODEL,
     *,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Prompt lengths to prefill. Default: 128,512.")
+        str | None,
+        typer.Option("--prompt", "-p", metavar="N,N", help="Prompt lengths to prefill. Default: 128,512."),
     ] = None,
     depth: Annotated[
         str | None,
         typer.Option(
-            "--depth", "-d", help="Tokens already in the cache. Default: 0,2048, as the model allows."
+            "--depth",
+            "-d",
+            metavar="N,N",
+            help="Tokens already in the cache. Default: 0,2048, as the model allows.",
         ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", "-b", help="Sequences decoded together. Default: 1,4,16.")
+        str | None,
+        typer.Option("--batch", "-b", metavar="N,N", help="Sequences decoded together. Default: 1,4,16."),
     ] = None,
     threads: Annotated[
         str | None,
-        typer.Option("--threads", "-t", help="Default: the cores this process may really use."),
+        typer.Option(
+            "--threads", "-t", metavar="N,N", help="Default: the cores this process may really use."
+        ),
     ] = None,
     cache_type: Annotated[
-        str, typer.Option("--cache-type", help="The KV cache's elements: float16, int8, or both.")
+        str, typer.Option("--cache-type", metavar="TYPE,TYPE", help="The KV cache's elements: float16, int8.")
     ] = "float16",
     repeats: Annotated[int, typer.Option("--repeats", "-r", min=1, help="Rounds that are counted.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Measure prefill and decode, and what share of the memory's read bandwidth they reach.
+    """Measure prefill and decode beside the memory's bandwidth.
 
     Lists are numbers with commas between them: every prompt length and every batch is measured at every depth.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +17,7 @@ from ropewalk.cli.answer import print_stream, speed_line
 from ropewalk.cli.console import fields, one_line, tell, verb, visible
 from ropewalk.cli.loading import open_llm
 from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, model_argument, sampling, takes
+from ropewalk.cli.run import checked_utf8
 from ropewalk.errors import InvalidParameterError, PromptError, TemplateError
 from ropewalk.params import SamplingParams
 
@@ -45,7 +47,8 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Tell the speed after each answer.")] = False,
     url: Annotated[
-        str | None, typer.Option("--url", help="Talk with a model of a running server: ropewalk serve.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="Talk with a model of a running server: ropewalk serve."),
     ] = None,
     params: SamplingParams,
     machine: Machine,
@@ -79,8 +82,10 @@ def open_remote(url: str, model: str) -> RemoteModel:
 def lines() -> Iterator[str]:
     """What the user types, line by line: edited on a terminal, as it is through a pipe. Ends at Ctrl-D."""
     if not sys.stdin.isatty() or not sys.stdout.isatty():
-        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            yield checked_utf8(line, f"line {number} of stdin").rstrip("\r\n")
         return
+    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # or a terminal that does not answer gets a warning
     from prompt_toolkit import PromptSession
 
     session: PromptSession[str] = PromptSession(reserve_space_for_menu=0)

@@ -6,18 +6,20 @@ control characters out of it. Nothing here colours anything, so NO_COLOR and pip
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 
-from ropewalk.errors import RopewalkError, TruncationWarning
+from ropewalk.errors import InvalidParameterError, RopewalkError, TruncationWarning
 
 # Characters that change the order in which a line is read; harmless in prose, a disguise in a name.
 _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
@@ -42,6 +44,11 @@ def one_line(text: object) -> str:
     """`text` for one line of a message: no control characters at all, and none that reorder the line."""
     shown = visible(str(text).replace("\n", " "), keep="")
     return "".join(f"\\u{ord(c):04x}" if c in _REORDERING else c for c in shown)
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be used, without the number and the name that Python adds."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def write(text: str) -> None:
@@ -103,23 +110,53 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="replace")  # an ASCII terminal must not stop an answer
         try:
-            with warnings.catch_warnings():
+            with ending(), warnings.catch_warnings():
                 warnings.simplefilter("always", TruncationWarning)
                 warnings.showwarning = _tell_warning
                 function(*args, **options)
-            sys.stdout.flush()
-        except RopewalkError as error:
-            tell(f"ropewalk: {one_line(error)}")
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            tell("")
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            # The reader of stdout is gone. Python would flush it once more on its way out, and complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
+                sys.stdout.flush()
+        except SystemExit as end:  # what `typer` calls it
+            raise typer.Exit(int(end.code or 0)) from None
 
     return run
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Turn what ends a program into SystemExit with its status, told in a line on stderr. Our own faults pass."""
+    try:
+        yield
+    except RopewalkError as error:
+        tell(f"ropewalk: {one_line(error)}")
+        raise SystemExit(2 if isinstance(error, InvalidParameterError) else 1) from None
+    except KeyboardInterrupt:
+        tell("")
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        _give_up_stdout()
+        raise SystemExit(1) from None
+    except OSError as error:  # a full disk, a lost terminal, a file without permission
+        what = f"{error.filename}: " if error.filename else ""
+        tell(f"ropewalk: {one_line(what)}{one_line(error.strerror or error)}")
+        _give_up_stdout()
+        raise SystemExit(1) from None
+
+
+def _give_up_stdout() -> None:
+    """Nobody takes what is left for stdout: Python would flush it once more on its way out, and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_standard_streams() -> None:
+    """Let stdin, stdout and stderr be there: one that was closed becomes /dev/null, not the next file opened."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            flags = os.O_RDONLY if mode == "r" else os.O_WRONLY
+            if (opened := os.open(os.devnull, flags)) != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, encoding="utf-8", errors="replace"))  # noqa: PTH123, SIM115
 
 
 def _tell_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:

@@ -23,7 +23,10 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show the CPU, the kernels chosen for it, threads, folders, versions and the measured read bandwidth."""
+    """Show what this machine can do, and what is chosen for it.
+
+    CPU, kernels, threads, folders, versions, and the read bandwidth, which is measured.
+    """
     facts = examine(threads)
     if as_json:
         write_json(facts)

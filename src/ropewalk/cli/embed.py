@@ -18,21 +18,28 @@ from ropewalk.errors import PromptError
 @verb
 @takes(machine=machine)
 def embed(
-    model: Annotated[str, model_argument()],
+    model: Annotated[str, model_argument(required=True)],
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Default: each line of stdin is one.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="Default: each line of stdin is one.")
     ] = None,
     *,
     pooling: Annotated[
         str | None,
-        typer.Option("--pooling", help="mean, last or cls. Default: what the file says, otherwise last."),
+        typer.Option(
+            "--pooling",
+            metavar="KIND",
+            help="mean, last or cls. Default: what the file says, otherwise last.",
+        ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--no-normalize", help="Leave the vectors as long as they are.")
     ] = False,
     machine: Machine,
 ) -> None:
-    """Print the embedding of each text: one JSON object a line, {"index", "text", "embedding"}."""
+    """Print the embedding of each text.
+
+    One JSON object a line: {"index", "text", "embedding"}.
+    """
     if texts:
         given = [checked_utf8(os.fsencode(text), "a text") for text in texts]
     else:

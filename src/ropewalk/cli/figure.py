@@ -13,6 +13,7 @@ from ropewalk.cli.bench import numbers
 from ropewalk.cli.console import columns, one_line, say, tell, verb
 from ropewalk.cli.loading import find, open_llm, progress_on_stderr
 from ropewalk.cli.options import DEFAULT_MODEL, Machine, model_argument, takes
+from ropewalk.cli.words import add_verb
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,6 +62,7 @@ def sheet(
         str | None,
         typer.Option(
             "--theme",
+            metavar="THEME",
             help="light, dark, or auto: an SVG that follows the page. Default: auto for SVG, light for PNG.",
         ),
     ] = None,
@@ -81,11 +83,17 @@ def cache(
     model: Annotated[str | None, model_or_example()] = None,
     *,
     cache_type: Annotated[
-        str, typer.Option("--cache-type", help="Of the KV cache, one or several: float16,int8.")
+        str,
+        typer.Option(
+            "--cache-type", metavar="TYPE,TYPE", help="Of the KV cache, one or several: float16,int8."
+        ),
     ] = "float16",
     sheet: Sheet,
 ) -> None:
-    """The KV cache of one sequence against its context, beside the weights and two memories."""
+    """The KV cache of one sequence against its context.
+
+    Beside it the weights, and two memories.
+    """
     from ropewalk import figures
 
     sheet.check("cache")
@@ -122,7 +130,10 @@ def _shape(model: str) -> ModelShape:
 @verb
 @takes(sheet=sheet)
 def rope(model: Annotated[str | None, model_or_example()] = None, *, sheet: Sheet) -> None:
-    """Rotary positions: scores that follow from distances alone, and how long each pair takes for a full turn."""
+    """Rotary positions: scores that follow from distances alone.
+
+    And how long each pair takes for a full turn.
+    """
     from math import ceil, log10
 
     from ropewalk import figures
@@ -162,7 +173,10 @@ def sampling(
     top_p: Annotated[float, typer.Option("--top-p", help="Of the third panel.")] = 0.9,
     sheet: Sheet,
 ) -> None:
-    """A distribution as the model gave it, at another temperature, and after top-p."""
+    """What temperature and top-p do to a distribution.
+
+    As the model gave it, at another temperature, and after top-p.
+    """
     from ropewalk import figures
     from ropewalk.params import SamplingParams
 
@@ -199,13 +213,20 @@ def sampling(
 def roofline(
     model: Annotated[str, model_argument()] = DEFAULT_MODEL,
     *,
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences decoded together.")] = "1,2,4,8,16",
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt lengths to prefill.")] = "16,64,256",
+    batch: Annotated[
+        str, typer.Option("--batch", "-b", metavar="N,N", help="Sequences decoded together.")
+    ] = "1,2,4,8,16",
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", metavar="N,N", help="Prompt lengths to prefill.")
+    ] = "16,64,256",
     depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens already in the cache.")] = 0,
     repeats: Annotated[int, typer.Option("--repeats", "-r", min=1, help="Rounds that are counted.")] = 3,
     sheet: Sheet,
 ) -> None:
-    """Steps of a model, measured here as `bench` does, under the roof of this machine."""
+    """Steps of a model under the roof of this machine.
+
+    Both are measured here, as `bench` does.
+    """
     from ropewalk import figures
     from ropewalk.bench import Plan, run
     from ropewalk.checkpoint.base import open_checkpoint
@@ -238,7 +259,10 @@ def loop(
     ] = 1,
     sheet: Sheet,
 ) -> None:
-    """Time of n tokens with the KV cache and without it, measured here; both ways must give the same tokens."""
+    """Time of n tokens with the KV cache and without it.
+
+    Measured here; both ways must give the same tokens.
+    """
     from ropewalk import figures
     from ropewalk.kernels.team import available_threads
 
@@ -286,5 +310,5 @@ def figure_app() -> typer.Typer:
     """The sub-verbs as a Typer application."""
     app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
     for command in (cache, rope, sampling, roofline, loop):
-        app.command(command.__name__)(command)
+        add_verb(app, command.__name__, command)
     return app

@@ -25,7 +25,7 @@ FLOAT32 = "float32"
 @verb
 @takes(machine=machine)
 def kl(
-    model: Annotated[str, model_argument()],
+    model: Annotated[str, model_argument(required=True)],
     file: Annotated[str, TEXT_ARGUMENT],
     *,
     reference: Annotated[
@@ -43,10 +43,15 @@ def kl(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     machine: Machine,
 ) -> None:
-    """Measure the KL divergence from a reference's distributions to a model's, position by position, in nats."""
+    """Measure how far a model's distributions are from a reference's.
+
+    It is the KL divergence, position by position of a text, in nats.
+    """
     from ropewalk import evaluation
 
     text = read_text(file)
+    if reference != FLOAT32:
+        find(reference)  # before the other model is loaded
     with open_llm(model, machine) as llm, _rows_of(reference, model, llm, machine) as true_rows:
         cut = evaluation.windows_of(llm, text, window=window, stride=stride, n_windows=windows)
         with progress_on_stderr() as progress:

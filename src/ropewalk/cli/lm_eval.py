@@ -18,9 +18,11 @@ PASSED_ON = {
 
 @verb
 def lm_eval(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Of lm_eval.")] = None,
 ) -> None:
-    """Run lm_eval with the model "ropewalk" registered; everything is handed to it as it is.
+    """Run EleutherAI's lm_eval on a model.
+
+    All arguments are handed to it as they are; the name of our models there is "ropewalk".
 
     For example: ropewalk lm-eval --model ropewalk --model_args model=smollm2-135m --tasks arc_easy
     """

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ropewalk.cli.console import one_line, tell
+from ropewalk.cli.console import byte_size, one_line, tell
 
 if TYPE_CHECKING:
     import rich.progress
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SOON_S = 0.4
 """What is done before this long is never shown: a warm start has nothing to tell."""
+BYTES_FROM = 1000
+"""Totals below are steps, others are bytes."""
 
 
 @contextmanager
@@ -88,14 +90,15 @@ class _Lines:
     def show(self, what: str, done: int, total: int) -> None:
         if what != self._told:
             self._told = what
-            tell(f"{one_line(what)} ...")
+            size = f" ({byte_size(total)})" if total >= BYTES_FROM else ""
+            tell(f"{one_line(what)}{size} ...")
 
     def close(self) -> None:
         pass
 
 
 class _Bar:
-    """One bar at a time on a terminal. Totals below a thousand are steps, others are bytes."""
+    """One bar at a time on a terminal."""
 
     def __init__(self) -> None:
         self._progress: rich.progress.Progress | None = None
@@ -132,7 +135,7 @@ class _Bar:
 
 
 def _amount(done: int, total: int) -> str:
-    if total < 1000:
+    if total < BYTES_FROM:
         return f"{done}/{total}" if total else ""
     return f"{done / 1e6:.1f}/{total / 1e6:.1f} MB"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
                 try:
                     options[name] = group(**mine)
                 except InvalidParameterError as error:
-                    raise typer.BadParameter(str(error)) from None
+                    raise typer.BadParameter(as_options(str(error), mine)) from None
             function(**options)
 
         call.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -50,10 +50,18 @@ def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
+def as_options(message: str, names: Iterable[str]) -> str:
+    """What `message` says of parameters in Python, said of options."""
+    for name in names:
+        message = re.sub(rf"(?<![\w-]){name} is\b", f"--{name.replace('_', '-')} is", message)
+    message = message.replace("--max-tokens is None", "--max-tokens is -1").replace(", -1 or None", ", or -1")
+    return message.removesuffix(", or None")
+
+
 def sampling(
     *,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="0 always takes the likeliest token.")
+        float, typer.Option("--temperature", "--temp", help="0 always takes the likeliest token.")
     ] = 0.8,
     top_k: Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 keeps all.")] = 40,
     top_p: Annotated[
@@ -63,12 +71,14 @@ def sampling(
         float, typer.Option("--min-p", help="Keep tokens at least p times as probable as the likeliest.")
     ] = 0.05,
     typical_p: Annotated[
-        float, typer.Option("--typical-p", help="Locally typical sampling; 1 is off.")
+        float, typer.Option("--typical-p", "--typical", help="Locally typical sampling; 1 is off.")
     ] = 1.0,
     repetition_penalty: Annotated[
         float,
         typer.Option(
-            "--repetition-penalty", help="Divides or multiplies logits of tokens seen before; 1 is off."
+            "--repetition-penalty",
+            "--repeat-penalty",
+            help="Divides or multiplies logits of tokens seen before; 1 is off.",
         ),
     ] = 1.0,
     frequency_penalty: Annotated[
@@ -82,7 +92,7 @@ def sampling(
         typer.Option("--logit-bias", metavar="ID:BIAS", help="Added to one token's logit. Repeatable."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Same seed, same text. Default: a new one each time.")
+        int | None, typer.Option("--seed", "-s", help="Same seed, same text. Default: a new one each time.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Stop after so many tokens; -1: no limit.")
@@ -122,6 +132,8 @@ def sampling(
     ] = False,
 ) -> SamplingParams:
     """The sampling options, with the defaults that users of llama.cpp know (`SamplingParams` has others)."""
+    if max_tokens < 1 and max_tokens != -1:
+        raise InvalidParameterError(f"max_tokens is {max_tokens}; allowed: at least 1, or -1 for no limit")
     return SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -195,14 +207,14 @@ def machine(
         typer.Option("--context", "-c", min=1, help="Tokens of context. Default: the model's, up to 8192."),
     ] = None,
     cache_type: Annotated[
-        str, typer.Option("--cache-type", help="The KV cache's elements: float16 or int8.")
+        str, typer.Option("--cache-type", metavar="TYPE", help="The KV cache's elements: float16 or int8.")
     ] = "float16",
     kv_memory: Annotated[
         str | None,
         typer.Option(
             "--kv-memory",
             metavar="SIZE",
-            help="Of the KV cache: 2GiB, 500MB or 25%. Default: one context.",
+            help="Of the KV cache: 2GiB, 500MB or 25%. Default: 25% of what is free, at most what can be used.",
         ),
     ] = None,
     no_prefix_cache: Annotated[
@@ -342,6 +354,9 @@ drafting_machine.__dict__["__signature__"] = inspect.Signature(
 )
 
 
-def model_argument() -> Any:
+def model_argument(*, required: bool = False) -> Any:
+    """The argument MODEL; where it may be left out, the verb gives it `DEFAULT_MODEL` or None."""
     known = "A .gguf file, a folder, a catalog name or hf.co/owner/repo[:file]."
-    return typer.Argument(help=f"{known} Default: {DEFAULT_MODEL}.")
+    return typer.Argument(
+        help=known if required else f"{known} Default: {DEFAULT_MODEL}.", show_default=False
+    )

@@ -16,7 +16,7 @@ from ropewalk.cli.text_file import TEXT_ARGUMENT, StrideOption, WindowOption, Wi
 @verb
 @takes(machine=machine)
 def perplexity(
-    model: Annotated[str, model_argument()],
+    model: Annotated[str, model_argument(required=True)],
     file: Annotated[str, TEXT_ARGUMENT],
     *,
     window: WindowOption = 512,
@@ -25,7 +25,10 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     machine: Machine,
 ) -> None:
-    """Measure the perplexity of a text: exp of the mean negative log-probability of its tokens."""
+    """Measure the perplexity of a text.
+
+    It is exp of the mean negative log-probability of the text's tokens.
+    """
     from ropewalk import evaluation
 
     text = read_text(file)

@@ -43,16 +43,17 @@ def plan(
         typer.Option("--weights", metavar="TYPE", help="As if all weights were of this type: F16, Q4_K, ..."),
     ] = None,
     cache_type: Annotated[
-        str, typer.Option("--cache-type", help="Of the KV cache: float16, int8, float8, ...")
+        str, typer.Option("--cache-type", metavar="TYPE", help="Of the KV cache: float16, int8, float8, ...")
     ] = "float16",
     context: Annotated[
-        str | None, typer.Option("--context", "-c", help="Tokens of a sequence. Default: 4096,32768.")
+        str | None,
+        typer.Option("--context", "-c", metavar="N,N", help="Tokens of a sequence. Default: 4096,32768."),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", "-b", help="Sequences at once. Default: 1,4,16.")
+        str | None, typer.Option("--batch", "-b", metavar="N,N", help="Sequences at once. Default: 1,4,16.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Prompt lengths. Default: 512,4096.")
+        str | None, typer.Option("--prompt", "-p", metavar="N,N", help="Prompt lengths. Default: 512,4096.")
     ] = None,
     on: Annotated[
         str | None,
@@ -68,7 +69,7 @@ def plan(
     machines: Annotated[bool, typer.Option("--machines", help="List the machines that are known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Plan for a model: bytes of its KV cache and weights, what fits, bounds of decode and prefill.
+    """Plan for a model: its memory, what fits, its speed at best.
 
     MODEL may also be a Hugging Face config.json (or its folder), or be left out for plain numbers: --layers,
     --kv-heads, --head-dim and --params. Lists are numbers with commas between them. The machine is this one

@@ -14,7 +14,10 @@ from ropewalk.cli.options import DEFAULT_MODEL
 @verb
 def pull(
     model: Annotated[
-        str, typer.Argument(help=f"Catalog name or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}.")
+        str,
+        typer.Argument(
+            help=f"Catalog name or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}.", show_default=False
+        ),
     ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache and print where it is. One that is there already is checked."""

@@ -24,14 +24,17 @@ def quantize(
     ],
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="The .gguf file to write.")],
-    kind: Annotated[str, typer.Option("--type", help=f"One of {TYPES}.")] = "Q4_K_M",
+    kind: Annotated[str, typer.Option("--type", metavar="TYPE", help=f"One of {TYPES}.")] = "Q4_K_M",
     imatrix: Annotated[
         Path | None, typer.Option("--imatrix", help="Importance matrix from `ropewalk imatrix` or llama.cpp.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads to use.")] = None,
 ) -> None:
-    """Write a model as a smaller GGUF file, which llama.cpp opens too."""
+    """Write a model as a smaller GGUF file.
+
+    llama.cpp opens it too.
+    """
     from ropewalk.checkpoint.base import open_checkpoint
     from ropewalk.checkpoint.mixes import mix_named
     from ropewalk.imatrix import read_imatrix

@@ -11,7 +11,9 @@ from ropewalk.cli.console import byte_size, one_line, tell, verb
 
 @verb
 def remove(
-    models: Annotated[list[str], typer.Argument(help="Names as `ropewalk list` prints them.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="Names as `ropewalk list` prints them.")
+    ],
 ) -> None:
     """Delete models from the cache. Files elsewhere are never deleted."""
     from ropewalk.checkpoint import hub

@@ -83,7 +83,7 @@ def model_and_prompt(model: str | None, prompt: str | None) -> tuple[str, str | 
 
 def read_stdin() -> str:
     """All of stdin as text, less one newline at its end."""
-    text = checked_utf8(sys.stdin.buffer.read(), "stdin")
+    text = checked_utf8(sys.stdin.buffer.read(), "the prompt (stdin)")
     return text.removesuffix("\n").removesuffix("\r")
 
 

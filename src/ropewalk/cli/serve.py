@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ropewalk.cli.console import one_line, tell, verb
+from ropewalk.cli.console import one_line, reason, tell, verb
 from ropewalk.cli.loading import open_llm
 from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, takes
 from ropewalk.errors import InvalidParameterError
@@ -27,10 +27,15 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Paths, catalog names or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}."),
+        typer.Argument(
+            metavar="MODEL",
+            help=f"Paths, catalog names or hf.co/owner/repo[:file]. Default: {DEFAULT_MODEL}.",
+        ),
     ] = None,
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is all.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8000,
     alias: Annotated[
         list[str] | None,
@@ -73,7 +78,9 @@ def serve(
             help="A host name, besides localhost, to be called by. Repeatable.",
         ),
     ] = None,
-    root_path: Annotated[str, typer.Option("--root-path", help="What a proxy puts before every path.")] = "",
+    root_path: Annotated[
+        str, typer.Option("--root-path", metavar="PATH", help="What a proxy puts before every path.")
+    ] = "",
     ssl_certfile: Annotated[Path | None, typer.Option("--ssl-certfile", help="For HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option("--ssl-keyfile", help="For HTTPS.")] = None,
     access_log: Annotated[
@@ -174,7 +181,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         try:
             text += "\n" + file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidParameterError(f"--api-key-file {file} cannot be read: {error}") from None
+            raise InvalidParameterError(f"--api-key-file {file} cannot be read: {reason(error)}") from None
     keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
     if file is not None and not keys:
         raise InvalidParameterError(f"--api-key-file {file} has no keys; allowed: one a line")

@@ -9,6 +9,7 @@ import typer
 
 from ropewalk.cli.console import columns, one_line, say, verb, write_json
 from ropewalk.cli.loading import find, progress_on_stderr
+from ropewalk.cli.words import add_verb
 
 if TYPE_CHECKING:
     from ropewalk.backend.rope_check import RopeCheck
@@ -18,10 +19,12 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.callback()
 def verify() -> None:
-    """Try out properties that must hold; exit status 1 if one does not."""
+    """Try out properties that must hold.
+
+    Exit status 1 if one does not.
+    """
 
 
-@app.command()
 @verb
 def rope(
     model: Annotated[
@@ -67,6 +70,9 @@ def rope(
         say(f"{len(checks) - len(failed)} of {len(checks)} hold" + ("" if failed else ", all"))
     if failed:
         raise typer.Exit(1)
+
+
+add_verb(app, "rope", rope)
 
 
 def check_model(name: str, seed: int) -> list[RopeCheck]:

@@ -16,11 +16,14 @@ from ropewalk.cli.options import DEFAULT_MODEL
 def warmup(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help=f"Models to be ready for. Default: {DEFAULT_MODEL}."),
+        typer.Argument(metavar="MODEL", help=f"Models to be ready for. Default: {DEFAULT_MODEL}."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Everything that any model may need.")] = False,
 ) -> None:
-    """Compile ahead what models need, both types of cache included; tell how long it took and where it is kept."""
+    """Compile ahead what models need.
+
+    For both types of cache; it tells how long it took and where the kernels are kept.
+    """
     from ropewalk.backend.compile import (
         Part,
         all_parts,

@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 from numba import types
 
+from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels import sync
 from ropewalk.kernels.forward import run_steps
 from ropewalk.kernels.jit import kernel
 
 LONGEST_SLEEP_S = 0.05
+MAX_THREADS_PER_CPU = 64
 
 
 def available_threads(
@@ -31,8 +33,19 @@ def available_threads(
 
 
 def warn_of_too_many(n_threads: int) -> None:
-    """Warn if there are more threads than CPUs: each step waits for the last of them."""
+    """Warn if there are more threads than CPUs: each step waits for the last of them.
+
+    Raises
+    ------
+    InvalidParameterError
+        There are so many more that a step would seem to hang.
+    """
     n_cpus = thread_limits()["affinity"]
+    if n_threads > MAX_THREADS_PER_CPU * n_cpus:
+        raise InvalidParameterError(
+            f"n_threads is {n_threads}; allowed: 1 ... {MAX_THREADS_PER_CPU * n_cpus}, "
+            f"{MAX_THREADS_PER_CPU} for each of the {n_cpus} CPUs that this process may use"
+        )
     if n_threads > n_cpus:
         warnings.warn(
             f"n_threads is {n_threads}, and this process may use {n_cpus} CPUs: it will be slow", stacklevel=3

@@ -146,11 +146,24 @@ def _checked(i: int, message: object) -> dict[str, Any]:
         if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
             raise TemplateError(f"message {i} has tool_calls {calls!r}; they must be a list")
         copy["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    if copy.get("content") is None:
-        if not calls:
-            raise TemplateError(f"message {i} has no content")
-        copy["content"] = ""
+    copy["content"] = _text_of(i, copy.get("content"), may_be_none=bool(calls))
     return copy
+
+
+def _text_of(i: int, content: object, *, may_be_none: bool) -> str:
+    """The text of a message: OpenAI's clients may send a list of its parts."""
+    if content is None and may_be_none:
+        return ""
+    if content is None:
+        raise TemplateError(f"message {i} has no content")
+    parts = [content] if isinstance(content, str) else content
+    if isinstance(parts, Sequence) and not isinstance(parts, bytes):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    raise TemplateError(
+        f"message {i} has the content {content!r}; allowed: a text, or a list of parts with text"
+    )
 
 
 def _with_parsed_arguments(call: object) -> object:
