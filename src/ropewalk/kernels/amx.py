@@ -24,8 +24,8 @@ tile unit is busy for 16 cycles with a product, beside them:
     one scale (Q4_0, Q8_0)   zero, 2 loads, product, store  convert (from memory), d * s, fma                  48 in all
     affine (Q4_1, Q4_K)      the same                       and an fma with the minimum                        64
     halves (Q6_K, Q3_K)      all of it twice                2 conversions, mul, fma, d * s, fma                96
-    halves, affine (Q2_K)    all of it twice                and mul, fma, m * s, fma, 2 scalar conversions    192
-    fine                     but B twice                    and a shift and an addition for each sum
+    halves, affine (Q2_K)    all of it twice                and mul, fma, m * s, fma, 2 scalar conversions    220
+    fine                     but B twice                    and a shift and an addition for each sum      + 32 or 64
 
 against 176 (192, 224, 320) for the vector kernels of AVX-512 VNNI, whose eight multiplications a token are gone. So the
 scales are what time is spent on, and accumulators stay in registers because to keep them in memory would cost 32 more.
