@@ -289,7 +289,7 @@ class LLM(Closing):
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the low-rank adapters that requests can ask for."""
-        return tuple(self.driver.engine.adapters)
+        return tuple(self.driver.engine.admission.adapters)
 
     @property
     def has_chat_template(self) -> bool:
@@ -351,7 +351,7 @@ class LLM(Closing):
         ids = self.prompts.checked_ids(token_ids)
         with self.driver.lock:
             self.driver.check_open()
-            yield from self._passes.logits(ids, self.driver.engine.adapter_number(adapter))
+            yield from self._passes.logits(ids, self.driver.engine.admission.adapter_number(adapter))
 
     def score(
         self, context: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
@@ -379,7 +379,7 @@ class LLM(Closing):
         """
         pairs = [self.prompts.context_and_rest(context, continuation) for continuation in continuations]
         scores: dict[int, Score] = {}
-        number = self.driver.engine.adapter_number(adapter)
+        number = self.driver.engine.admission.adapter_number(adapter)
         with self.driver.lock:
             self.driver.check_open()
             for ids in dict.fromkeys(tuple(ids) for ids, _ in pairs):  # nearly always one
@@ -419,7 +419,7 @@ class LLM(Closing):
         ------
         PromptError, InvalidParameterError
         """
-        number = self.driver.engine.adapter_number(adapter)
+        number = self.driver.engine.admission.adapter_number(adapter)
         chosen = pooling or self.config.pooling or "last"
         if chosen not in POOLINGS[1:]:
             raise InvalidParameterError(f"pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from ropewalk.driver import Driver
-from ropewalk.engine.engine import check_prompt
+from ropewalk.engine.admission import check_prompt
 from ropewalk.errors import InvalidParameterError, PromptError, TemplateError, TruncationWarning, warn
 from ropewalk.generation import Generation
 from ropewalk.params import SamplingParams
@@ -187,7 +187,7 @@ class Prompts:
         prompt, params = self._fit(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameterError(f"priority is {priority!r}; allowed: an integer")
-        self._engine.validate(prompt.ids, params)
+        self._engine.admission.validate(prompt.ids, params)
         if constraint is not None and (params.ignore_eos or params.min_tokens):
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise InvalidParameterError(

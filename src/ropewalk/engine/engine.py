@@ -1,13 +1,12 @@
 """The loop: schedule, forward, sample.
 
 One step runs one flat batch through the backend and draws a token for every request whose known tokens are
-all computed. Knows requests, page tables and the sampler; does not know text, files, or how a page is laid out.
+all computed. Knows requests, page tables and the sampler; does not know text, files, how a page is laid out, or
+(`admission` does) what may be asked of it.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,12 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ropewalk.backend.base import Backend, Float32Array, StepBatch, StepRecord
+from ropewalk.backend.base import Backend, Float32Array, StepRecord
+from ropewalk.engine.admission import Admission
 from ropewalk.engine.constraint import Constraint
-from ropewalk.engine.draws import seed_of
-from ropewalk.engine.overflow import MIN_ROOM, Slide
+from ropewalk.engine.layout import lay_out
 from ropewalk.engine.pages import PagePool, pages_for
 from ropewalk.engine.persist import DEFAULT_DISK_BYTES, PageStore, Shelf, folder_of
 from ropewalk.engine.prefix import PrefixCache
@@ -31,7 +28,7 @@ from ropewalk.engine.scheduler import Chunk, Scheduler
 from ropewalk.engine.speculative.speculator import Speculator
 from ropewalk.engine.statistics import Counters, Statistics
 from ropewalk.engine.tables import PageTables
-from ropewalk.errors import InvalidParameterError, PromptError
+from ropewalk.errors import InvalidParameterError
 from ropewalk.params import SamplingParams
 
 
@@ -91,18 +88,16 @@ class Engine:
             )
         self.backend = backend
         self.context_length = context_length
-        self.end_ids = frozenset(end_ids)
+        self.admission = Admission(backend.config, context_length, end_ids, adapters or {})
         self.keep_cache = keep_cache
         self.prefix_cache = prefix_cache and keep_cache
         self.speculator = speculator if keep_cache else None
-        self.adapters = dict(adapters or {})
         self._cache_dtype = cache_dtype
         self._max_batch, self._token_budget = max_batch, token_budget
         self._n_pages = pages_for(kv_tokens)
         self.cache: Any = backend.new_cache(self._n_pages, cache_dtype)
         self._shelf = None if cache_dir is None else self._open_shelf(folder_of(cache_dir), cache_dir_bytes)
         self.scheduler = self._new_scheduler()
-        self._ids = itertools.count()
         self._counters = Counters()
         self._recorder: Recorder | None = None  # of this step, if one of its requests wants a trace
 
@@ -166,42 +161,12 @@ class Engine:
         InvalidParameterError
             If `params` names token ids outside the vocabulary.
         """
-        self.validate(prompt, params)
-        max_tokens, slide = self._limits(len(prompt), params)
-        seed = fresh_seed() if params.seed is None else params.seed
-        adapter = self.adapter_number(params.adapter)
-        group: list[Request] = []
-        for index in range(params.n):
-            tokens = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
-            tokens[: len(prompt)] = prompt
-            request = Request(
-                id=next(self._ids),
-                params=params,
-                seed=seed_of(seed, index),
-                end_ids=frozenset() if params.ignore_eos else self.end_ids,
-                tokens=tokens,
-                n_prompt=len(prompt),
-                n_tokens=len(prompt),
-                index=index,
-                group=group,
-                slide=slide,
-                rope_switch=self.backend.config.rope_switch,
-                priority=priority,
-                adapter=adapter,
-                cache_key=self._cache_key(params.adapter, cache_key),
-                constraint=constraint.fork() if constraint else None,
-                arrived_s=time.perf_counter(),
-            )
-            group.append(request)
+        group = self.admission.new_requests(
+            prompt, params, priority=priority, cache_key=cache_key, constraint=constraint
+        )
         for request in group:  # all of them, or none if a constraint cannot be forked
             self.scheduler.add(request)
         return group[0]
-
-    def _cache_key(self, adapter: str | None, cache_key: Sequence[tuple[str, str]]) -> bytes:
-        """One text for what the caller says and the adapter's content: nothing that the former says is the latter."""
-        if adapter is None and not cache_key:
-            return b""
-        return json.dumps([adapter and self.adapters[adapter], *cache_key]).encode()
 
     def fork(
         self,
@@ -236,114 +201,9 @@ class Engine:
         """
         params = replace(request.params, n=1, seed=None) if params is None else params
         n_output = request.n_output if n_output is None else n_output
-        self._validate_fork(request, params, n_output)
-        n_tokens = request.n_prompt + n_output
-        max_tokens, slide = self._limits(request.n_prompt, params)
-        tokens = np.zeros(request.n_prompt + max_tokens, dtype=np.int32)
-        tokens[:n_tokens] = request.tokens[:n_tokens]
-        group: list[Request] = []
-        family = [r for r in request.family if r.finish_reason is None]
-        fork = Request(
-            id=next(self._ids),
-            params=params,
-            seed=fresh_seed() if params.seed is None else params.seed,
-            end_ids=frozenset() if params.ignore_eos else self.end_ids,
-            tokens=tokens,
-            n_prompt=request.n_prompt,
-            n_tokens=n_tokens,
-            group=group,
-            family=family,
-            slide=slide,
-            rope_switch=self.backend.config.rope_switch,
-            priority=request.priority if priority is None else priority,
-            adapter=request.adapter,
-            cache_key=request.cache_key,
-            constraint=request.constraint.fork() if request.constraint else None,
-            n_told=n_output,
-            logprobs=[] if params.logprobs is None else request.logprobs[:n_output],
-            arrived_s=time.perf_counter(),
-        )
-        group.append(fork)
-        family.append(fork)
-        for relative in family:
-            relative.family = family
+        fork = self.admission.fork(request, params, n_output, priority)
         self.scheduler.add(fork)
         return fork
-
-    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `add_request` would raise, without adding anything."""
-        check_prompt(
-            prompt,
-            vocab_size=self.backend.config.vocab_size,
-            most=self.context_length - 1,
-            context_length=self.context_length,
-        )
-        self._validate_params(params)
-
-    def adapter_number(self, name: str | None) -> int:
-        """Number of an adapter, -1 for None; raises InvalidParameterError unless there is one of this name."""
-        if name is None:
-            return -1
-        if name not in self.adapters:
-            known = ", ".join(map(repr, self.adapters)) or "None, since the model was opened without adapters"
-            raise InvalidParameterError(f"adapter is {name!r}; allowed: {known}")
-        return list(self.adapters).index(name)
-
-    def _validate_params(self, params: SamplingParams) -> None:
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_ids)):
-            for token in ids:
-                if token >= self.backend.config.vocab_size:
-                    raise InvalidParameterError(
-                        f"{name} has token id {token}; allowed: 0 ... {self.backend.config.vocab_size - 1}"
-                    )
-        self.adapter_number(params.adapter)
-        most = self.context_length - MIN_ROOM
-        if params.slide and most < 0:
-            raise InvalidParameterError(
-                f"slide is True in a context of {self.context_length}; allowed: in one of at least {MIN_ROOM}"
-            )
-        if params.slide and (params.keep_tokens or 0) > most:
-            raise InvalidParameterError(
-                f"keep_tokens is {params.keep_tokens}; allowed with slide: at most {most}, in a context of "
-                f"{self.context_length}"
-            )
-
-    def _validate_fork(self, request: Request, params: SamplingParams, n_output: int) -> None:
-        self._validate_params(params)
-        if params.n != 1:
-            raise InvalidParameterError(f"n is {params.n}; allowed for a fork: 1")
-        if params.adapter != request.params.adapter:
-            raise InvalidParameterError(
-                f"adapter is {params.adapter!r}; allowed for this fork: {request.params.adapter!r}"
-            )
-        if not 0 <= n_output <= request.n_output:
-            raise InvalidParameterError(f"n_output is {n_output}; allowed: 0 ... {request.n_output}")
-        max_tokens, _ = self._limits(request.n_prompt, params)
-        if n_output >= max_tokens:
-            raise InvalidParameterError(
-                f"max_tokens is {max_tokens}; allowed for this fork: more than the {n_output} that it takes over"
-            )
-        ends = params.stop_ids | (frozenset() if params.ignore_eos else self.end_ids)
-        if found := [token for token in request.output[:n_output] if token in ends]:
-            raise InvalidParameterError(
-                f"the output to be forked has the end token {found[0]}; allowed: with ignore_eos, or before it"
-            )
-        if request.constraint is not None and (n_output != request.n_told or request.constraint.ended):
-            raise InvalidParameterError(
-                f"n_output is {n_output}; allowed under a constraint: the {request.n_told} that it was told, "
-                "and before its end"
-            )
-        if n_output and params.logprobs not in (None, request.params.logprobs):
-            raise InvalidParameterError(
-                f"logprobs is {params.logprobs}; allowed for this fork: {request.params.logprobs}, or None"
-            )
-
-    def _limits(self, n_prompt: int, params: SamplingParams) -> tuple[int, Slide | None]:
-        """Most tokens of an output, and what happens when the context is full."""
-        room = self.context_length - n_prompt
-        if not params.slide or params.max_tokens is None:
-            return min(params.max_tokens or room, room), None
-        return params.max_tokens, Slide(self.context_length, min(params.keep_tokens or 0, n_prompt))
 
     def step(self) -> list[Request]:
         """Run one batch; return the requests that got a token or failed.
@@ -362,7 +222,9 @@ class Engine:
                 self.cache.copy_pages(copies)
             if self.speculator is not None:
                 chunks = self.speculator.extend(chunks, self.scheduler.tables, self._token_budget)
-            batch = self._batch(chunks)
+            for chunk in chunks:
+                chunk.request.started_s = chunk.request.started_s or started_s
+            batch = lay_out(chunks)
             forward_s = time.perf_counter()
             if any(chunk.request.params.trace is not None for chunk in chunks):
                 self._recorder = Recorder(record, chunks)
@@ -434,33 +296,6 @@ class Engine:
         """Prove that pages and queues are consistent; raises AssertionError."""
         self.scheduler.check()
 
-    def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
-        """Lay the chunks out one after another; one that ends its request's tokens wants logits of the last and of
-        the guesses after it."""
-        now = time.perf_counter()
-        counts = [chunk.count + len(chunk.guesses) for chunk in chunks]
-        tokens, positions = [], []
-        wanted: list[int] = []
-        tables = np.zeros((len(chunks), max(len(chunk.request.pages) for chunk in chunks)), dtype=np.int32)
-        for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-            request, start = chunk.request, chunk.request.n_computed
-            request.started_s = request.started_s or now
-            tokens += [request.window[start : start + chunk.count], np.array(chunk.guesses, np.int32)]
-            positions.append(np.arange(start, start + count, dtype=np.int32))
-            tables[row, : len(request.pages)] = request.pages
-            if chunk.count == request.n_pending:
-                end = sum(counts[: row + 1])
-                wanted += range(end - 1 - len(chunk.guesses), end)
-        return StepBatch(
-            tokens=np.concatenate(tokens),
-            positions=np.concatenate(positions),
-            sequences=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
-            page_tables=tables,
-            logit_rows=np.array(wanted, dtype=np.int32),
-            lengths=np.array([c.request.n_window + len(c.guesses) for c in chunks], dtype=np.int32),
-            adapters=np.repeat(np.array([c.request.adapter for c in chunks], dtype=np.int32), counts),
-        )
-
     def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:
         """Count the chunks as computed, and draw for each request that has no pending token left."""
         rows = iter(logits)
@@ -530,23 +365,3 @@ class Engine:
         n_preempted = self.scheduler.n_preempted
         self.scheduler = self._new_scheduler()
         self.scheduler.n_preempted = n_preempted
-
-
-def fresh_seed() -> int:
-    """A seed from the operating system."""
-    return int.from_bytes(os.urandom(8), "little")
-
-
-def check_prompt(prompt: Sequence[int], *, vocab_size: int, most: int, context_length: int) -> None:
-    """Raise PromptError unless the prompt has 1 ... `most` token ids of the vocabulary."""
-    if len(prompt) == 0:
-        raise PromptError("the prompt has no tokens; at least one is needed")
-    if len(prompt) > most:
-        raise PromptError(
-            f"the prompt has {len(prompt)} tokens; at most {most} fit into a context of {context_length}"
-        )
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise PromptError(f"the prompt has {token!r} among its token ids; allowed: integers")
-        if not 0 <= token < vocab_size:
-            raise PromptError(f"the prompt has token id {token}; allowed: 0 ... {vocab_size - 1}")
