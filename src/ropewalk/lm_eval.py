@@ -1,7 +1,8 @@
 """Our models in EleutherAI's evaluation harness (the package `lm_eval`), under the name "ropewalk".
 
-The harness has no way to find models of other packages by itself, so this module is imported before it starts:
-`ropewalk lm-eval ...` does so and takes the harness's own arguments. In Python, import it before `simple_evaluate`.
+The harness (0.4.13) takes models from a table of its own and has no way to find those of other packages: no entry
+points, no option, no variable. So this module is imported before it starts: `ropewalk lm-eval ...` does so and takes
+the harness's own arguments. In Python, import it before `simple_evaluate`.
 """
 
 from __future__ import annotations

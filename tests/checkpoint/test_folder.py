@@ -14,6 +14,7 @@ from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 from ropewalk.model.rope import rotate
+from ropewalk.model.rope_settings import override_rope
 
 DATA = Path(__file__).parents[1] / "data"
 FAMILIES = json.loads(lzma.decompress((DATA / "hf-families.json.xz").read_bytes()))
@@ -32,6 +33,22 @@ def test_logits_are_those_of_transformers(tmp_path, folders, family):
     logits = reference(path).logits(made["ids"])[made["positions"]]
     expected = np.array(made["logits"], np.float32)
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", ["qwen2, yarn", "llama, linear scaling", "llama, llama3 scaling"])
+def test_scaling_chosen_when_a_model_is_opened_gives_transformers_logits(tmp_path, folders, family):
+    """The file says nothing, and `--rope-scaling` what another file's configuration says."""
+    parts = folders.parts(family)
+    settings = dict(parts.config["rope_parameters"])
+    parts.config["rope_parameters"] = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
+    checkpoint = open_checkpoint(folders.write(tmp_path / "m", parts))
+    plain = ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)
+    made = FAMILIES[family]
+    expected = np.array(made["logits"], np.float32)
+    chosen = Reference(override_rope(plain, settings, None), checkpoint)
+    for model, is_close in ((chosen, True), (Reference(plain, checkpoint), False)):
+        logits = model.logits(made["ids"])[made["positions"]]
+        assert (np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()) == is_close
 
 
 def test_b1_permuted_rows_turn_halves_into_neighbours():
