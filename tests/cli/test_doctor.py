@@ -26,6 +26,9 @@ def test_json_says_what_the_kernels_will_do(ropewalk, measured, monkeypatch, tmp
     assert facts["kernels"]["chosen"] == cpu.choose_rung().name
     assert facts["kernels"]["chosen"] in facts["kernels"]["usable"]
     assert facts["kernels"]["usable"][-1] == "portable"
+    refused = {name: why for name in cpu.RUNGS if (why := cpu.refusal(name))}
+    assert facts["kernels"]["not_usable"] == refused
+    assert {*facts["kernels"]["usable"], *refused} == set(cpu.RUNGS)
     assert facts["cpu"]["features"] == sorted(cpu.cpu_features())
     assert facts["threads"]["default"] == team.available_threads() == min(facts["threads"]["limits"].values())
     assert facts["folders"]["cache"] == str(tmp_path)
