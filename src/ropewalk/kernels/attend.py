@@ -31,8 +31,9 @@ from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.latent_attention import put_latent_int8, put_latent_query_int8, value_offset
 from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
+from ropewalk.kernels.products import helped
 from ropewalk.kernels.simd import call, load_f32, load_i32
-from ropewalk.kernels.sync import chunk_of, take
+from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import Job, Layer
 
 SPAN_TILES = 4  # tiles that an item has at most
@@ -128,15 +129,17 @@ def _put_query_int8(job, layer, head, q, row, step):
 
 
 @inline
-def rotate_and_store(n_threads, words, job, layer, number):
+def rotate_and_store(tid, n_threads, words, job, layer, number):
     """Queries rotated and scaled in place; keys rotated, keys and values written to their pages."""
     n_tokens, n_heads, head_dim = job[Job.N_TOKENS], job[Job.N_HEADS], job[Job.HEAD_DIM]
     angles_bytes = 2 * job[Job.ROPE_WIDTH]
     per_token = n_heads + job[Job.N_KV_HEADS]
     n_items = n_tokens * per_token
-    chunk = chunk_of(n_items, n_threads)
-    first = take(words, 0) * chunk
-    while first < n_items:
+    chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
+    n_chunks = (n_items + chunk - 1) // chunk
+    part, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
+    while part < n_chunks:
+        first = part * chunk
         for item in range(first, min(first + chunk, n_items)):
             token, head = item // per_token, item % per_token
             position = load_i32(job[Job.POSITIONS] + 4 * token)
@@ -159,7 +162,7 @@ def rotate_and_store(n_threads, words, job, layer, number):
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
-        first = take(words, 0) * chunk
+        part, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
 @inline
@@ -294,13 +297,13 @@ def attend(tid, n_threads, words, job, layer, number):
     tiles_per_item = n_tokens * n_kv // (16 * n_threads * tokens)
     span = tokens * max(1, min(tiles_per_item, SPAN_TILES))
     n_spans = (n_tokens + span - 1) // span
-    item = take(words, 0)
+    item, turn = next_of_run(tid, n_threads, words, 0, n_spans * n_kv, 0)
     while item < n_spans * n_kv:
         h, first = item // n_spans, item % n_spans * span
         last = min(first + span, n_tokens)
         for g in range(0, job[Job.N_HEADS] // n_kv, job[Job.PASS_HEADS]):
             _attend_span(job, layer, number, first, last, h, g, partial, scores, state)
-        item = take(words, 0)
+        item, turn = next_of_run(tid, n_threads, words, 0, n_spans * n_kv, turn)
 
 
 @inline
@@ -315,8 +318,9 @@ def attend_split(tid, n_threads, words, job, layer, number):
     scores = job[Job.SCRATCH] + tid * job[Job.SCRATCH_STRIDE]
     state = scores + job[Job.SCORES_BYTES]
     most, stride = job[Job.MAX_PARTITIONS], 4 * (PARTIAL_FIELDS + head_dim)
-    item = take(words, 0)
-    while item < n_tokens * n_kv * most:
+    n_items = n_tokens * n_kv * most
+    item, turn = next_of_run(tid, n_threads, words, 0, n_items, 0)
+    while item < n_items:
         pair, partition = item // most, item % most
         token, h = pair // n_kv, pair % n_kv
         begin_part, end_part = _partitions(job, layer, token)
@@ -324,7 +328,7 @@ def attend_split(tid, n_threads, words, job, layer, number):
             for g in range(0, group, pass_heads):
                 partial = job[Job.PARTIALS] + stride * ((pair * most + partition) * group + g)
                 _attend_partition(job, layer, number, token, h, g, partition, False, partial, scores)
-        item = take(words, 0)
+        item, turn = next_of_run(tid, n_threads, words, 0, n_items, turn)
     meet(tid, words, n_threads, job, ATTEND)
     pair = take(words, 0)
     while pair < n_tokens * n_kv:

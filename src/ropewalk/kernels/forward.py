@@ -84,7 +84,7 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
     if layer[Layer.Q_ROW_NORM] != 0:
         normalise_rows(n_threads, words, job, layer)
         meet(tid, words, n_threads, job, clock.ROTATE)
-    rotate_and_store(n_threads, words, job, layer, number)
+    rotate_and_store(tid, n_threads, words, job, layer, number)
     meet(tid, words, n_threads, job, clock.ROTATE)
     if job[Job.MAX_PARTITIONS] > 0:
         attend_split(tid, n_threads, words, job, layer, number)
