@@ -149,6 +149,7 @@ class Work:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of weights and cache together."""
         return self.weight_bytes + self.cache_bytes
 
 
@@ -165,14 +166,17 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of all sequences by time."""
         return self.case.tokens * self.case.batch / self.step_s
 
     @property
     def bytes_per_s(self) -> float:
+        """Bytes that the step has to read at least, by time."""
         return self.work.n_bytes / self.step_s
 
     @property
     def macs_per_s(self) -> float:
+        """Multiply-accumulates by time."""
         return self.work.macs / self.step_s
 
     @property

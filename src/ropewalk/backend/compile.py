@@ -40,6 +40,7 @@ class Part:
     arguments: tuple[Any, ...] = ()
 
     def compile(self) -> None:
+        """Compile it, or load it from disk."""
         self.function(*self.arguments)
 
 

@@ -22,26 +22,44 @@ __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
-    """An open model; a context manager. See `gguf.GGUF`, the first implementation, for what each part is."""
+    """An open model, in GGUF's terms whatever its format is; a context manager. `gguf.GGUF` was the first."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """What was opened: a file, the first of several, or a folder."""
+
     @property
-    def paths(self) -> tuple[Path, ...]: ...
+    def paths(self) -> tuple[Path, ...]:
+        """All files with weights."""
+
     @property
-    def metadata(self) -> Mapping[str, object]: ...
+    def metadata(self) -> Mapping[str, object]:
+        """Values by GGUF's keys: numbers, booleans, text, and arrays of them."""
+
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is known of each tensor, by GGUF's names."""
+
     @property
-    def file_bytes(self) -> int: ...
+    def file_bytes(self) -> int:
+        """Size of all of `paths`."""
+
     @property
     def kind(self) -> str:
         """The format, for people: "GGUF version 3"."""
 
-    def raw(self, name: str) -> NDArray[np.uint8]: ...
-    def tensor(self, name: str) -> NDArray[np.float32]: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """Blocks of a tensor as they are stored, uint8 [rows, bytes of a row]."""
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """A tensor as float32, in its own shape (slowest axis first)."""
+
+    def release(self) -> None:
+        """Give back memory of what was read so far; it is read again when needed."""
+
+    def close(self) -> None:
+        """Close the files; arrays that `raw` gave must not be used any more."""
+
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

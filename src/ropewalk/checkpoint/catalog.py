@@ -29,6 +29,7 @@ class CatalogEntry:
 
     @property
     def source(self) -> str:
+        """Where it comes from, for people."""
         first = self.parts[0].package
         return f"PyPI: {first}" + (f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else "")
 

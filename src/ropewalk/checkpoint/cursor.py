@@ -102,6 +102,7 @@ class Cursor:
         self.position = 0
 
     def error(self, message: str) -> CheckpointError:
+        """Make the error that says `message` of this file."""
         return CheckpointError(f"{self.label}: {message}")
 
     def take(self, n: int, what: str) -> int:
@@ -118,10 +119,12 @@ class Cursor:
         return self.error(f"{problem}, but the file ends at byte {self.size}: it is cut short or corrupt")
 
     def u32(self, what: str) -> int:
+        """Read a number of four bytes; errors call it `what`."""
         value: int = _U32.unpack_from(self.data, self.take(4, what))[0]
         return value
 
     def u64(self, what: str) -> int:
+        """Read a number of eight bytes; errors call it `what`."""
         value: int = _U64.unpack_from(self.data, self.take(8, what))[0]
         return value
 
@@ -137,6 +140,7 @@ class Cursor:
         return n
 
     def string(self, what: str, allowed: range = range(MAX_STRING_BYTES + 1)) -> bytes:
+        """Read a string with its length before it, which has to be in `allowed`."""
         n = self.u64(f"the length of {what}")
         if n not in allowed:
             raise self.error(f"the length of {what} is {n}; allowed: {allowed.start} to {allowed.stop - 1}")
@@ -144,6 +148,7 @@ class Cursor:
         return self.data[start : start + n]
 
     def name(self, what: str) -> str:
+        """Read a string that is a key or the name of a tensor: short, not empty, UTF-8."""
         data = self.string(what, range(1, MAX_NAME_BYTES + 1))
         try:
             return data.decode("utf-8")
@@ -172,6 +177,13 @@ class Cursor:
 
 
 def read_value(cursor: Cursor, what: str) -> object:
+    """Read a value of metadata with its type before it: a number, boolean or text, or an array of them.
+
+    Raises
+    ------
+    CheckpointError
+        If the type is unknown, or the file ends before the value does.
+    """
     kind = cursor.u32(f"the type of {what}")
     if kind == _ARRAY:
         return _read_array(cursor, what)

@@ -69,10 +69,12 @@ class Reference:
 
     @property
     def id(self) -> str:
+        """`owner/repo`, as the hub calls it."""
         return f"{self.owner}/{self.repo}"
 
     @property
     def folder(self) -> Path:
+        """Where its files are in the cache."""
         return models_dir() / "hf.co" / self.owner / self.repo
 
 

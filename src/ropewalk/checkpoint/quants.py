@@ -58,10 +58,12 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block."""
         return self.layout.itemsize
 
     @property
     def bits_per_weight(self) -> float:
+        """Bits that a number takes, its share of the scales included."""
         return 8 * self.block_bytes / self.block_size
 
     def row_bytes(self, columns: int) -> int:

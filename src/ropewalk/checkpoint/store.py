@@ -49,6 +49,7 @@ def cache_dir() -> Path:
 
 
 def models_dir() -> Path:
+    """The folder of models in the user's cache."""
     return cache_dir() / "models"
 
 
@@ -92,6 +93,7 @@ def require_space(folder: Path, n_bytes: int) -> None:
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

@@ -40,6 +40,7 @@ class NewTensor:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes that it takes in the file, padding aside."""
         return int(np.prod(self.shape[:-1], dtype=object)) * self.format.row_bytes(self.shape[-1])
 
 

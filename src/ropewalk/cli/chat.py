@@ -144,6 +144,7 @@ class Conversation:
             tell(f"{one_line(name)} is no command; /help lists them.")
 
     def set_system(self, text: str) -> None:
+        """Set the system message, or none if `text` is empty, and start afresh."""
         self.system = text or None
         self.reset()
 

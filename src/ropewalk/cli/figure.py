@@ -46,9 +46,11 @@ class Sheet:
             pass
 
     def path_of(self, name: str) -> Path:
+        """Its file: the given one, or an SVG of this name here."""
         return self.path or Path(f"{name}.svg")
 
     def theme_of(self, name: str) -> str:
+        """Its theme: the given one, or what suits the file."""
         return self.theme or ("auto" if self.path_of(name).suffix.lower() == ".svg" else "light")
 
 
@@ -72,6 +74,7 @@ def sheet(
 
 
 def model_or_example() -> object:
+    """The argument MODEL of figures that have an example of their own."""
     return typer.Argument(
         help="Path, catalog name or hf.co/owner/repo[:file]. Default: the theory's example."
     )

@@ -75,6 +75,7 @@ class Verb(TyperCommand):
                 vars(parameter)["display_type"] = lambda ctx: ""  # its name says it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the library does; what is said of a wrong argument is completed."""
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -91,6 +92,7 @@ class Verbs(TyperGroup):
     """The list of verbs, which knows what verbs are called elsewhere."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As the library does; what is said of a verb that there is not is completed."""
         try:
             return super().resolve_command(ctx, args)
         except UsageError as error:
