@@ -73,11 +73,15 @@ def test_every_part_can_be_sent_to_a_process():
     assert pickle.loads(pickle.dumps(all_parts())) == all_parts()
 
 
-def test_parts_are_compiled_in_order_and_told(monkeypatch):
+@pytest.mark.parametrize(("files", "doing"), [([], "compiling"), (["pack.x-0.nbc"], "preparing")])
+def test_parts_are_compiled_in_order_and_told(monkeypatch, tmp_path, files, doing):
+    monkeypatch.setattr(backend_compile, "cache_folder", lambda: tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
     log = []
     parts = [Part(name, log.append, (name,)) for name in "ab"]
     backend_compile.compile_parts(parts, lambda what, share: log.append((what, share)))
-    assert log == [("compiling a", 0.0), "a", ("compiling b", 0.5), "b"]
+    assert log == [(f"{doing} a", 0.0), "a", (f"{doing} b", 0.5), "b"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ropewalk.backend.sources import matrices_of
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.kernels.attention import MAX_GROUP, attention_worker, head_passes, tile_tokens
+from ropewalk.kernels.cache import cache_folder
 from ropewalk.kernels.formats import PACKED
 from ropewalk.kernels.forward import compile_steps
 from ropewalk.kernels.latent import latent_worker
@@ -87,10 +88,16 @@ def all_parts() -> list[Part]:
 def compile_parts(parts: Iterable[Part], progress: Callable[[str, float], None] | None = None) -> None:
     """Compile (or load) in order; `progress` is told what is next and the share that is done, 0 to 1."""
     parts = list(parts)
+    doing = _doing()
     for i, part in enumerate(parts):
         if progress:
-            progress(f"compiling {part.what}", i / len(parts))
+            progress(f"{doing} {part.what}", i / len(parts))
         part.compile()
+
+
+def _doing() -> str:
+    """What is told: on a busy machine loading takes long too, and who reads of compiling each time doubts the cache."""
+    return "preparing" if any(cache_folder().glob("*.nbc")) else "compiling"
 
 
 def compile_in_processes(
