@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ropewalk.api.answer import END_THINK, THINK, AnswerReader, Part
 from ropewalk.api.bodies import (
-    FINGERPRINT,
-    ChatBody,
     ChatChoice,
-    ChatChunk,
     ChatLogprobs,
     Event,
     FinishReason,
@@ -18,13 +15,13 @@ from ropewalk.api.bodies import (
     ToolCallBody,
     dropped,
     new_id,
-    now,
 )
 from ropewalk.api.body import checked
+from ropewalk.api.choices import ChoicesTask
 from ropewalk.api.errors import ApiError
 from ropewalk.api.logprobs import chat_logprob
 from ropewalk.api.requests import ChatRequest, ToolChoice
-from ropewalk.api.tasks import Find, Job, Structure, Task, check_length, make_job, structure_of
+from ropewalk.api.tasks import Find, Job, Structure, check_length, make_job, structure_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
 from ropewalk.api.traces import of_chunk, of_completion
 from ropewalk.engine.sampler import Logprob
@@ -143,14 +140,14 @@ class Conversation:
         return self.tool_format is not None and (self._marker_id is not None or self.tool_format is MISTRAL)
 
 
-class ChatTask(Task):
+class ChatTask(ChoicesTask):
     """One request to /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: dict[str, Any], find: Find) -> None:
         request = checked(ChatRequest, body)
-        self.model, self.llm = find(request.model)
-        self.stream, self.user = bool(request.stream), request.user
-        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        super().__init__(request, find)
         self._logprobs = bool(request.logprobs)
         self.conversation = conversation = Conversation(self.llm, request)
         if conversation.shows_control_tokens:
@@ -162,23 +159,14 @@ class ChatTask(Task):
         )
         constraint = conversation.constraint(structure_of(request, request.response_format))
         self.jobs = [conversation.job(params, constraint)]
-        self._id, self._created = new_id("chatcmpl-"), now()
         self._readers = [conversation.reader() for _ in range(params.n)]
 
     # Whole.
 
-    def body(self, outputs: Sequence[RequestOutput]) -> ChatBody:
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
         """The whole answer."""
         (output,) = outputs
-        return {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self.usage(outputs),
-        }
+        return self.whole([self._choice(completion) for completion in output.outputs], outputs)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         reader = self.conversation.reader()
@@ -198,7 +186,7 @@ class ChatTask(Task):
     def start(self) -> list[Event]:
         """The role of every answer."""
         first: MessageBody = {"role": "assistant", "content": "", "refusal": None}
-        return [self._chunk(index, first) for index in range(self.jobs[0].params.n)]
+        return [self.chunk(index, {"delta": first}) for index in range(self.jobs[0].params.n)]
 
     def take(self, job: int, chunk: StreamChunk) -> list[Event]:
         """Deltas, each of one kind; log-probabilities go with the first one."""
@@ -213,23 +201,14 @@ class ChatTask(Task):
             deltas = [{"content": ""}]
         events = []
         for delta in deltas:
-            events.append(self._chunk(chunk.index, delta, logprobs=logprobs, trace=trace))
+            events.append(self.chunk(chunk.index, {"delta": delta}, logprobs=logprobs, more=trace))
             logprobs, trace = None, {}
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion, reader)
             more = dropped(chunk.completion, self.jobs[0].params)
-            events.append(self._chunk(chunk.index, {}, reason=reason, seed=chunk.completion.seed, trace=more))
+            seed = chunk.completion.seed
+            events.append(self.chunk(chunk.index, {"delta": {}}, reason=reason, seed=seed, more=more))
         return events
-
-    def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
-        """The usage, if it was asked for."""
-        if not self._include_usage:
-            return []
-        return [{**self._frame(), "choices": [], "usage": self.usage(outputs)}]
-
-    def failed(self, error: ApiError) -> list[Event]:
-        """The error."""
-        return [error.body]
 
     def _delta(self, part: Part) -> MessageBody:
         if part.kind == "content":
@@ -241,44 +220,10 @@ class ChatTask(Task):
         call = new_call(part.text, self._new_call_id())
         return {"tool_calls": [{"index": part.index, **call}]}
 
-    def _chunk(
-        self,
-        index: int,
-        delta: MessageBody,
-        *,
-        logprobs: ChatLogprobs | None = None,
-        reason: FinishReason | None = None,
-        seed: int | None = None,
-        trace: dict[str, Any] | None = None,
-    ) -> Event:
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-            **(trace or {}),
-        }
-        if seed is not None:
-            choice["seed"] = seed
-        usage = {"usage": None} if self._include_usage else {}
-        return {**self._frame(), "choices": [choice], **usage}
-
-    def _frame(self) -> ChatChunk:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": [],
-        }
-
     def _logprobs_of(self, logprobs: Sequence[Logprob]) -> ChatLogprobs | None:
-        """Of all tokens but the end token, which is no text."""
         if not self._logprobs:
             return None
-        ends = self.llm.tokenizer.eos_ids
-        content = [chat_logprob(self.llm.tokenizer, each) for each in logprobs if each.token_id not in ends]
+        content = [chat_logprob(self.llm.tokenizer, each) for each in self.shown(logprobs)]
         return {"content": content, "refusal": None}
 
     def _new_call_id(self) -> str:

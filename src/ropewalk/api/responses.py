@@ -256,7 +256,7 @@ class ResponseTask(Task):
         """The whole answer."""
         (completion,) = outputs[0].outputs
         reader, items = self._conversation.reader(), _Items()
-        logprobs = [self._logprob(each) for each in completion.logprobs or () if self._is_text(each)]
+        logprobs = [self._logprob(each) for each in self.shown(completion.logprobs or [])]
         for part in reader.push(completion.text) + reader.finish():
             used = logprobs if part.kind == "content" else []
             items.take(part, used)
@@ -275,7 +275,7 @@ class ResponseTask(Task):
         parts = self._reader.push(chunk.text)
         if chunk.completion is not None:
             parts += self._reader.finish()
-        logprobs = [self._logprob(chunk.logprob)] if chunk.logprob and self._is_text(chunk.logprob) else []
+        logprobs = [self._logprob(each) for each in self.shown([chunk.logprob] if chunk.logprob else [])]
         events: list[Event] = []
         self._items.logprobs += logprobs
         for part in parts:
@@ -300,9 +300,6 @@ class ResponseTask(Task):
         numbered = [{**event, "sequence_number": self._sequence + i} for i, event in enumerate(events)]
         self._sequence += len(events)
         return numbered
-
-    def _is_text(self, logprob: Logprob) -> bool:
-        return logprob.token_id not in self.llm.tokenizer.eos_ids
 
     def _logprob(self, logprob: Logprob) -> Any:
         return chat_logprob(self.llm.tokenizer, logprob)

@@ -23,6 +23,7 @@ from ropewalk.truncation import Conversation, Encode, fit
 
 if TYPE_CHECKING:
     from ropewalk.engine.constraint import Constraint
+    from ropewalk.engine.sampler import Logprob
     from ropewalk.llm import LLM
     from ropewalk.text.grammar import GrammarConstraint, Grammars
     from ropewalk.text.tokenizer import Tokenizer
@@ -100,9 +101,13 @@ class Task(ABC):
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """What is sent after the last chunk of the last job."""
 
-    @abstractmethod
     def failed(self, error: ApiError) -> list[Event]:
-        """What is sent in place of the rest when the request fails."""
+        """What is sent in place of the rest when the request fails: the error."""
+        return [error.body]
+
+    def shown(self, logprobs: Sequence[Logprob]) -> list[Logprob]:
+        """Those of all tokens but the end token, which is no text."""
+        return [each for each in logprobs if each.token_id not in self.llm.tokenizer.eos_ids]
 
 
 def make_task(path: str, body: dict[str, Any], find: Find) -> Task:
