@@ -270,6 +270,26 @@ def test_longrope_of_a_model_that_was_first_trained_on_one_position(tmp_path, fo
     assert metadata["phi3.rope.scaling.attn_factor"] == 1.0
 
 
+def test_what_the_makers_suggest_for_drawing_is_kept(tmp_path, folders):
+    """Under GGUF's keys, through a file of float32; not where they suggest not to draw at all."""
+    parts, options = folders.parts("llama"), {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None}
+    path = folders.write(tmp_path / "m", parts, generation_config=options | {"repetition_penalty": 1})
+    with open_checkpoint(path) as checkpoint:
+        write_gguf(tmp_path / "m.gguf", checkpoint.metadata, [], [])
+    kept = {k: v for k, v in open_checkpoint(tmp_path / "m.gguf").metadata.items() if "sampling" in k}
+    names = ("temp", "top_k", "top_p", "penalty_repeat")
+    assert kept == {
+        f"general.sampling.{n}": pytest.approx(v) for n, v in zip(names, (0.6, 20, 0.95, 1.0), strict=True)
+    }
+    path = folders.write(tmp_path / "m", parts, generation_config=options | {"do_sample": False})
+    assert not any("sampling" in key for key in open_checkpoint(path).metadata)
+    path = folders.write(tmp_path / "m", parts, generation_config={"top_p": "0.9"})
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: top_p is '0\.9'; allowed: a number from 0 to 1"
+    ):
+        open_checkpoint(path)
+
+
 def test_what_is_no_model_folder(tmp_path, folders):
     with pytest.raises(CheckpointError, match=r"no config\.json; it is empty"):
         open_checkpoint(tmp_path)

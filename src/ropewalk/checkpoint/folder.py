@@ -29,6 +29,14 @@ from ropewalk.errors import CheckpointError, UnsupportedModelError
 
 _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 """Keys of `1_Pooling/config.json`, and the numbers of GGUF's `pooling_type`."""
+_SAMPLING = {
+    "temperature": ("temp", float, 100.0),
+    "top_k": ("top_k", int, 2**31 - 1),
+    "top_p": ("top_p", float, 1.0),
+    "min_p": ("min_p", float, 1.0),
+    "repetition_penalty": ("penalty_repeat", float, 100.0),
+}
+"""Keys of `generation_config.json`; their names below GGUF's `general.sampling`, their types and largest values."""
 
 
 class HuggingFaceFolder(Closing):
@@ -140,6 +148,7 @@ def open_folder(path: Path, *, weights: Path | None = None) -> HuggingFaceFolder
         metadata["general.name"] = _name(path, values)
         metadata |= tokenizer_metadata(path, values, embedding.shape[0])
         metadata |= _pooling(path, translated.family.architecture)
+        metadata |= _sampling(path / "generation_config.json")
         for name, array in translated.tensors.items():
             assemblies[name] = Assembly(name, [Source(name, array.shape, F32, lambda a=array: a)])  # type: ignore[misc]
         return HuggingFaceFolder(path, stored, metadata, assemblies)
@@ -155,6 +164,23 @@ def _pooling(path: Path, architecture: str) -> dict[str, object]:
     if len(chosen) > 1:
         raise UnsupportedModelError(f"{path / '1_Pooling'}: several poolings at once are not supported")
     return {f"{architecture}.pooling_type": n for n in chosen}
+
+
+def _sampling(path: Path) -> dict[str, object]:
+    """How the model's makers suggest to draw; kept for files that are written, and for people."""
+    options = read_object(path)
+    if options.get("do_sample") is False:
+        return {}
+    found: dict[str, object] = {}
+    for key, (name, kind, most) in _SAMPLING.items():
+        value = options.get(key)
+        if value is None:
+            continue
+        allowed = (int, float) if kind is float else int
+        if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value <= most:
+            raise CheckpointError(f"{path}: {key} is {show(value)}; allowed: a number from 0 to {most:g}")
+        found[f"general.sampling.{name}"] = kind(value)
+    return found
 
 
 def _find_weights(folder: Path) -> Path:
