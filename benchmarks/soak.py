@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=48)
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8, help="most tokens of an output")
-    parser.add_argument("--allowed", type=float, default=1.0, help="MB that memory may grow")
+    parser.add_argument("--allowed", type=float, default=3.0, help="MB that memory may grow")
     options = parser.parse_args()
 
     with LLM(options.model, context_length=256, kv_tokens=4096, max_batch=options.max_batch) as llm:
