@@ -69,6 +69,18 @@ def test_processes_compile_onto_the_disk(monkeypatch, tmp_path):
     assert len(list(tmp_path.rglob("pack.*.nbc"))) == 2
 
 
+def test_an_interruption_waits_for_no_process(tmp_path):
+    late = tmp_path / "late"
+    parts = [Part("a", exec, (f"import time, pathlib\ntime.sleep(15)\npathlib.Path({str(late)!r}).touch()",))]
+
+    def interrupt(what, share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend_compile.compile_in_processes(parts, 1, interrupt)
+    assert not late.exists()
+
+
 def test_every_part_can_be_sent_to_a_process():
     assert pickle.loads(pickle.dumps(all_parts())) == all_parts()
 

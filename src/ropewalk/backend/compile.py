@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 from ropewalk.backend.sources import matrices_of
@@ -109,6 +109,7 @@ def compile_in_processes(
     `multiprocessing` can start anew: the command line is, a notebook may not be.
     """
     parts = list(parts)
+    others = set(active_children())
     pool = ProcessPoolExecutor(n_processes, get_context("spawn"))
     try:
         with _interrupts_held_back():
@@ -117,6 +118,10 @@ def compile_in_processes(
             if progress:
                 progress(f"compiling {part.what}", i / len(parts))
             future.result()
+    except BaseException:  # nobody waits for what they are at; a file appears whole or not at all
+        for child in set(active_children()) - others:
+            child.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
