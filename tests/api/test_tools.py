@@ -1,11 +1,15 @@
 """Formats of calls: the grammar of each allows its own calls with the right arguments and no others."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ropewalk.api.chat import Conversation
+from ropewalk.api.requests import ChatRequest
 from ropewalk.api.tools import HERMES, JSON, LLAMA, MISTRAL, ToolFormat
+from ropewalk.text.chat import ChatTemplate
 from ropewalk.text.grammar import Grammars
 
 END, MARKER = 256, 257
@@ -153,3 +157,23 @@ class TestFormat:
         assert told[3]["content"] == "Result of weather: sun"
         assert JSON.explained(messages[1:2], [TIME])[0]["role"] == "system"
         assert messages[2]["content"] is None
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools():
+    """Hermes' files list "default" and "tool_use": with tools the latter, if it writes calls in a known format."""
+    default, tool_use = "plain: {{ messages[-1].content }}", "<tool_call> {{ tools[0].function.name }}"
+    ask = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "truncate_prompt_tokens": 40}
+    with_tools = ask | {"tools": [{"type": "function", "function": WEATHER}]}
+
+    def opened(request, other):
+        metadata = {"tokenizer.chat_template": default, "tokenizer.chat_template.tool_use": other}
+        llm = SimpleNamespace(chat_template=ChatTemplate.from_metadata(metadata))
+        return Conversation(llm, ChatRequest(**request))
+
+    assert (
+        opened(ask, tool_use).text == opened(with_tools | {"tool_choice": "none"}, None).text == "plain: hi"
+    )
+    found = opened(with_tools, tool_use)
+    assert (found.text, found.tool_format) == ("<tool_call> weather", HERMES)
+    unknown = opened(with_tools, "Action: {{ tools }}")
+    assert unknown.text.startswith("plain: ") and not unknown.tool_format.explained_by_template

@@ -63,6 +63,10 @@ class Conversation:
         choice = request.tool_choice or ("auto" if request.tools else "none")
         functions = [tool.function.model_dump(exclude_none=True) for tool in request.tools or ()]
         form = ToolFormat.of(template.source)
+        if functions and template.tool_use and not form.explained_by_template:
+            own = ToolFormat.of(template.tool_use.source)
+            if own.explained_by_template:
+                template, form = template.tool_use, own
         self.tool_format = form if choice != "none" else None
         self.names = [function["name"] for function in functions]
         self.required = choice != "auto"

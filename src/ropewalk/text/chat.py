@@ -42,10 +42,16 @@ class ChatTemplate:
     ----------
     source : the template in the Jinja language.
     bos_token, eos_token : texts that the template may write at the beginning and the end.
+    tool_use : the source of the template for conversations with tools, if the model has one of its own.
     """
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", tool_use: str | None = None
+    ) -> None:
         self.source = source
+        self.tool_use: ChatTemplate | None = None
+        if tool_use is not None:
+            self.tool_use = ChatTemplate(tool_use, bos_token=bos_token, eos_token=eos_token)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     @classmethod
@@ -56,7 +62,13 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise TemplateError(f"tokenizer.chat_template is a {type(source).__name__}, not a text")
-        return cls(source, bos_token=_token(metadata, "bos"), eos_token=_token(metadata, "eos"))
+        other = metadata.get("tokenizer.chat_template.tool_use")
+        return cls(
+            source,
+            bos_token=_token(metadata, "bos"),
+            eos_token=_token(metadata, "eos"),
+            tool_use=other if isinstance(other, str) else None,
+        )
 
     @cached_property
     def _compiled(self) -> "jinja2.Template":
