@@ -287,7 +287,7 @@ def logits_of(child: subprocess.CompletedProcess) -> list[str]:
 @on_x86_linux
 def test_a_model_on_emulated_tiles_has_the_logits_of_the_vector_kernels(smollm2):
     """20 tokens: a tile of 32, half a million tile products, by two threads."""
-    after = "assert emulator.COUNTS[1] > 400_000 and emulator.COUNTS[0] == 2 and emulator.configured_threads() == 0\n"
+    after = "assert emulator.COUNTS[1] > 400_000 and emulator.configured_threads() == 0\n"
     emulated = logits_of(run_child(EMULATE + TRUST + LOGITS + after, str(smollm2), "20"))
     vectors = logits_of(run_child(LOGITS, str(smollm2), "20", **PLAIN))
     assert (emulated[0], vectors[0]) == ("amx", "vnni")
