@@ -5,7 +5,7 @@ import pytest
 from ropewalk.api.body import checked, read_json
 from ropewalk.api.errors import ApiError, as_api_error
 from ropewalk.api.requests import ChatRequest, CompletionRequest, TokenizeRequest
-from ropewalk.api.responses import ResponseRequest
+from ropewalk.api.response_request import ResponseRequest
 from ropewalk.errors import PromptError
 
 HI = [{"role": "user", "content": "hi"}]

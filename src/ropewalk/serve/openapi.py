@@ -17,7 +17,7 @@ from ropewalk.api.requests import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from ropewalk.api.responses import ResponseRequest
+from ropewalk.api.response_request import ResponseRequest
 
 POSTS: dict[str, tuple[str, type[BaseModel], Any, Any]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, bodies.ChatBody, bodies.ChatChunk),
