@@ -235,6 +235,13 @@ def test_chat_templates(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     template = ChatTemplate.from_metadata(read(tmp_path))
     assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    assert ChatTemplate.from_metadata(read(tmp_path)).tool_use.source == "<tool_call>"
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"rag\.jinja cannot be read"):
+        read(tmp_path)
+    (tmp_path / "additional_chat_templates" / "rag.jinja").unlink()
     write(tmp_path, saved, tokenizer_config={"chat_template": 3})
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").unlink()

@@ -255,6 +255,7 @@ FOLDER = {
     "pytorch_model.bin": b"pickled",
     "tokenizer.json": b"{}",
     "1_Pooling/config.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
 }
 
 

@@ -407,10 +407,7 @@ def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
     if (path := folder / "chat_template.json").is_file():
         found = read_object(path).get("chat_template", found)
     if (path := folder / "chat_template.jinja").is_file():
-        try:
-            found = path.read_text("utf-8")
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{path} cannot be read: {e}") from None
+        found = _template_text(path)
     if found is None:
         return {}
     named = {"default": found} if isinstance(found, str) else found
@@ -418,8 +415,17 @@ def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
         named = {str(row.get("name")): row.get("template") for row in named if isinstance(row, Mapping)}
     if not isinstance(named, Mapping) or not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise CheckpointError(f"{folder}: the chat template is {show(found)}; it must be a text")
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    named = {**named, **{path.stem: _template_text(path) for path in others}}
     key = "tokenizer.chat_template"
     return {key if name == "default" else f"{key}.{name}": text for name, text in named.items()}
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
 def _from_sentencepiece(path: Path) -> tuple[_Draft, dict[str, object]]:

@@ -41,6 +41,7 @@ _BESIDE = {
     "tokenizer.model",
     "tokenizer_config.json",
 }
+_BELOW = re.compile(r"1_Pooling/config\.json|additional_chat_templates/[\w-]+\.jinja", re.ASCII)
 FOLDER = "safetensors"
 """What stands in place of a file for the folder itself."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
@@ -101,8 +102,8 @@ def folder_files(files: Iterable[str]) -> list[str]:
         weights = sorted(f for f in top if f.endswith(".safetensors"))[:2]
     if "config.json" not in top or not weights or (len(weights) > 1 and _INDEX not in top):
         return []
-    pooling = {"1_Pooling/config.json"} & set(files)
-    return [*weights, *sorted(top & _BESIDE), *pooling, "config.json"]
+    below = sorted(f for f in files if _BELOW.fullmatch(f))
+    return [*weights, *sorted(top & _BESIDE), *below, "config.json"]
 
 
 def local_folder(folder: Path) -> list[Path]:
@@ -110,7 +111,8 @@ def local_folder(folder: Path) -> list[Path]:
     if not (folder / "config.json").is_file():
         return []
     names = folder_files(
-        p.relative_to(folder).as_posix() for p in [*folder.iterdir(), *folder.glob("*/*.json")]
+        p.relative_to(folder).as_posix()
+        for p in [*folder.iterdir(), *folder.glob("*/*.json"), *folder.glob("*/*.jinja")]
     )
     return [folder / name for name in reversed(names)]
 
