@@ -235,7 +235,7 @@ def test_devices_and_the_model_itself_are_never_replaced(tmp_path, small):
     for verb in (["quantize", str(small)], ["imatrix", str(small), str(text), "--window", "16"]):
         for target, words in ((device, "device or pipe"), (small, "is the model itself")):
             result = runner.invoke(app, [*verb, "-o", str(target), "--overwrite"])
-            assert (result.exit_code, words in result.stderr) == (1, True)
+            assert (result.exit_code, words in result.stderr) == (2, True)
     with pytest.raises(CheckpointError, match="device or pipe"):
         write_gguf(device, {}, [], [])
     assert device.is_char_device()
@@ -462,10 +462,10 @@ def test_the_verbs(tmp_path, small):
     result = ropewalk("quantize", *options)
     assert (result.exit_code, "bits a weight" in result.stdout) == (0, True)
     result = ropewalk("quantize", *options)
-    assert (result.exit_code, "--overwrite" in result.stderr) == (1, True)
+    assert (result.exit_code, "--overwrite" in result.stderr) == (2, True)
     assert ropewalk("quantize", *options, "--overwrite").exit_code == 0
     result = ropewalk("quantize", small, "-o", tmp_path / "x.gguf", "--type", "Q9")
-    assert (result.exit_code, "there is no quantization 'Q9'" in result.stderr) == (1, True)
+    assert (result.exit_code, "there is no quantization 'Q9'" in result.stderr) == (2, True)
     assert json.loads(ropewalk("inspect", out, "--json").stdout)["tensor_types"]["Q4_0"]["tensors"] == 14
     result = ropewalk("imatrix", small, tmp_path / "none.txt", "-o", matrix)
     assert (result.exit_code, "none.txt cannot be read" in result.stderr) == (1, True)
