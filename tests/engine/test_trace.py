@@ -11,6 +11,9 @@ from ropewalk import LLM, SamplingParams
 from ropewalk.engine.draws import uniform
 from ropewalk.engine.engine import Engine
 from ropewalk.engine.sampler import Candidates, Context, choose, descending, draw, scaled, steps
+from ropewalk.engine.speculative.lookup import PromptLookup
+from ropewalk.engine.speculative.pace import Pace
+from ropewalk.engine.speculative.speculator import Speculator
 from ropewalk.engine.trace import GROUPS, explain
 from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels.clock import PARTS
@@ -287,7 +290,10 @@ def test_steps_that_check_guesses(smollm2):
     """A step of several tokens draws several: fewer bytes a token, the same tokens, none left out of the trace."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, trace=2)
     prompt = "one two three four one two three four one two three four one two"
-    with LLM(smollm2, context_length=128, draft="lookup") as llm:
+    eager = Speculator(
+        PromptLookup(), 15, Pace()
+    )  # checks every guess, whatever that takes on a busy machine
+    with LLM(smollm2, context_length=128, draft=eager) as llm:
         (output,) = llm.generate(prompt, params)
     trace = output.trace
     assert [t.token_id for t in trace.tokens] == output.token_ids
