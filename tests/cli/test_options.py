@@ -170,3 +170,11 @@ def test_rotary_options_without_a_scheme_are_refused(parse, option):
     status, output = parse(option, "4")
     assert status == 2
     assert f"{option} needs --rope-scaling" in " ".join(output.split())
+
+
+def test_a_pooling_that_there_is_not_is_refused_before_the_model_is_opened(ropewalk):
+    result = ropewalk("embed", "no-such-model", "hi", "--pooling", "sum")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "ropewalk: --pooling is 'sum'; allowed: mean, cls, last\n",
+    )

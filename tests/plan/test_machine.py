@@ -43,7 +43,7 @@ def test_names_as_people_write_them(written, name):
     [
         ("A100", "'A100' is ambiguous; did you mean A100-40GB or A100-80GB"),
         ("H100-SMX", "'H100-SMX' is unknown; did you mean H100-SXM"),
-        ("TPU-v5", "'TPU-v5' is unknown.*Known: A100-40GB"),
+        ("TPU-v5", "'TPU-v5' is unknown.*known: A100-40GB"),
         ("", "'' is unknown"),
     ],
 )

@@ -12,7 +12,7 @@ from ropewalk.cli.console import verb, write_json
 from ropewalk.cli.loading import open_llm
 from ropewalk.cli.options import Machine, machine, model_argument, takes
 from ropewalk.cli.run import checked_utf8
-from ropewalk.errors import PromptError
+from ropewalk.errors import InvalidParameterError, PromptError
 
 
 @verb
@@ -40,6 +40,10 @@ def embed(
 
     One JSON object a line: {"index", "text", "embedding"}.
     """
+    from ropewalk.model.config import POOLINGS
+
+    if pooling not in (None, *POOLINGS[1:]):
+        raise InvalidParameterError(f"--pooling is {pooling!r}; allowed: {', '.join(POOLINGS[1:])}")
     if texts:
         given = [checked_utf8(os.fsencode(text), "a text") for text in texts]
     else:

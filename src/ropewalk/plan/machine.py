@@ -99,7 +99,7 @@ def find_machine(name: str) -> Machine:
     raise InvalidParameterError(
         f"machine {name!r} is {'ambiguous' if found else 'unknown'}; "
         + (f"did you mean {' or '.join(near[:5])}? " if near else "")
-        + "Known: "
+        + "known: "
         + ", ".join(MACHINES)
     )
 
