@@ -35,7 +35,9 @@ def test_logits_are_those_of_transformers(tmp_path, folders, family):
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("family", ["qwen2, yarn", "llama, linear scaling", "llama, llama3 scaling"])
+@pytest.mark.parametrize(
+    "family", ["qwen2, yarn", "llama, linear scaling", "llama, llama3 scaling", "deepseek_v3"]
+)
 def test_scaling_chosen_when_a_model_is_opened_gives_transformers_logits(tmp_path, folders, family):
     """The file says nothing, and `--rope-scaling` what another file's configuration says."""
     parts = folders.parts(family)
@@ -49,6 +51,8 @@ def test_scaling_chosen_when_a_model_is_opened_gives_transformers_logits(tmp_pat
     for model, is_close in ((chosen, True), (Reference(plain, checkpoint), False)):
         logits = model.logits(made["ids"])[made["positions"]]
         assert (np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()) == is_close
+    without = override_rope(chosen.config, {"rope_type": "none"}, None)
+    assert without.attention_scale == pytest.approx(plain.attention_scale, rel=1e-12)
 
 
 def test_b1_permuted_rows_turn_halves_into_neighbours():

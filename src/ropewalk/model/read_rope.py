@@ -12,7 +12,7 @@ from ropewalk.model.config import RopeConfig
 from ropewalk.model.families import Family
 from ropewalk.model.keys import Keys
 from ropewalk.model.rope_settings import read_scaling
-from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, YaRN, yarn_mscale
+from ropewalk.model.scaling import DIVISORS_TENSOR, LONGROPE_TENSORS, YaRN
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
@@ -77,11 +77,3 @@ def latent_rope(rope: RopeConfig) -> RopeConfig:
         return rope
     weight = rope.scaling.mscale_all_dim / 0.1
     return replace(rope, scaling=replace(rope.scaling, mscale=weight, mscale_all_dim=weight))
-
-
-def yarn_score_scale(rope: RopeConfig) -> float:
-    """What YaRN makes of a score's scale where cosines and sines are left alone (DeepSeek-V2, equation 11)."""
-    scaling = rope.scaling
-    if isinstance(scaling, YaRN) and scaling.mscale_all_dim:
-        return yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
-    return 1.0

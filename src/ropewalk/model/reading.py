@@ -28,8 +28,8 @@ from ropewalk.model.read_rope import (
     local_layers,
     read_rope,
     read_windows,
-    yarn_score_scale,
 )
+from ropewalk.model.scaling import score_scale
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
@@ -60,7 +60,7 @@ def read_config(metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo
     scale_width = sizes["hidden_size"] / sizes["n_heads"] if wide else head_dim
     if latent:
         rope = tuple(latent_rope(setting) for setting in rope)
-        scale_width = (latent.nope + latent.rope) / yarn_score_scale(rope[0]) ** 2
+        scale_width = (latent.nope + latent.rope) / score_scale(rope[0].scaling) ** 2
     config = ModelConfig(
         architecture=architecture,
         name=name if isinstance(name, str) else None,

@@ -20,6 +20,7 @@ from ropewalk.model.scaling import (
     LongRope,
     RopeScaling,
     YaRN,
+    score_scale,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def override_rope(
         return config
     if not config.rope:
         raise InvalidParameterError("rope_scaling and rope_base: this model has no rotary positions")
-    rope, context_length = config.rope[0], config.context_length
+    rope, context_length, attention_scale = config.rope[0], config.context_length, config.attention_scale
     if base is not None:
         if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base <= 1e15:
             raise InvalidParameterError(f"rope_base is {base!r}; allowed: a number above 1, up to 1e15")
@@ -167,10 +168,17 @@ def override_rope(
             and not isinstance(rope.scaling, LongRope)
         ):
             raise InvalidParameterError("rope_scaling 'longrope' lacks 'short_factor' and 'long_factor'")
+        if config.latent:
+            attention_scale *= score_scale(chosen) / score_scale(rope.scaling)
         rope = replace(rope, scaling=chosen, freq_factors=False)
         if chosen is not None:
             context_length = min(chosen.effective_context(trained), MOST_POSITIONS)
-    return replace(config, rope=(rope, *config.rope[1:]), context_length=context_length)
+    return replace(
+        config,
+        rope=(rope, *config.rope[1:]),
+        context_length=context_length,
+        attention_scale=attention_scale,
+    )
 
 
 def _chosen(scaling: Mapping[str, Any], original: int) -> RopeScaling | None:

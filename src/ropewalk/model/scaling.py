@@ -310,6 +310,13 @@ class YaRN(RopeScaling):
         return round(self.factor * self.original_context)
 
 
+def score_scale(scaling: RopeScaling | None) -> float:
+    """What YaRN makes of a score's scale in latent attention (DeepSeek-V2, arXiv:2405.04434, equation 11)."""
+    if isinstance(scaling, YaRN) and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+    return 1.0
+
+
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """0.1 · weight · ln(factor) + 1 (YaRN, arXiv:2309.00071, equation 22)."""
     return 0.1 * weight * math.log(factor) + 1.0
