@@ -46,6 +46,22 @@ def test_set_changes_the_next_answer(ropewalk, llm):
     assert "16 of 100 tokens" in result.stderr
 
 
+def test_what_is_shown_can_be_set(ropewalk, llm):
+    """In the words of /set, not in those of Python; each value as it stands gives the same settings."""
+    shown = ropewalk("chat", stdin="/set slide on\n/set stop X\n/show\n").stderr.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in shown)
+    assert (facts["slide"], facts["ignore_eos"], facts["logit_bias"], facts["seed"]) == (
+        "on",
+        "off",
+        "none",
+        "none",
+    )
+    values = {k: v for k, v in facts.items() if k not in ("messages", "context", "system")}
+    lines = "".join(f"/set {name} {value}\n" for name, value in values.items())
+    again = ropewalk("chat", stdin=f"{lines}/show\n").stderr.splitlines()
+    assert again == shown
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -53,6 +69,7 @@ def test_set_changes_the_next_answer(ropewalk, llm):
         ("/set temperature hot", "temperature is 'hot'"),
         ("/set logprobs 2", "NAME is one of"),
         ("/set n 2", "NAME is one of"),
+        ("/set trace 3", "NAME is one of"),
         ("/set seed", "NAME is one of"),
         ("/nonsense", "/nonsense is no command"),
         ("/help", "/reset"),

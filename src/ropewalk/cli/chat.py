@@ -34,7 +34,7 @@ HELP = {
     "/help": "this list",
     "/exit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
-NOT_HERE = ("n", "logprobs")
+NOT_HERE = ("n", "logprobs", "trace")
 AS_IT_COMES = Machine()
 WORDS = {"none": None, "true": True, "false": False, "on": True, "off": False}
 
@@ -162,11 +162,15 @@ class Conversation:
             tell(one_line(error))
 
     def _with(self, name: str, value: Any) -> SamplingParams:
+        default = getattr(SamplingParams(), name)
+        if value is None and default in ((), {}):  # no stop strings are an empty list of them
+            value = default
         return dataclasses.replace(self.params, **{name: value})
 
     def show(self) -> None:
         """Tell the settings and the size of the conversation."""
-        facts = {k: repr(v) for k, v in dataclasses.asdict(self.params).items() if k not in NOT_HERE}
+        values = dataclasses.asdict(self.params).items()
+        facts = {name: value_text(value) for name, value in values if name not in NOT_HERE}
         facts["messages"] = str(len(self.messages))
         facts["context"] = f"{self.context_used} of {self.llm.context_length} tokens"
         facts["system"] = visible(self.system or "(none)")
@@ -200,6 +204,13 @@ class Conversation:
             tell(f"(cut after {output.timings.generated_tokens} tokens; {why})")
         if self.speed:
             tell(speed_line(output, self.params))
+
+
+def value_text(value: object) -> str:
+    """A value as `/show` writes it, in the words that `/set` understands."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value in (None, (), {}) else repr(value)
 
 
 def parse_value(text: str) -> object:
