@@ -65,7 +65,8 @@ class SamplingParams:
         not fit is refused. `RequestOutput.n_truncated` and a warning tell what was left out.
     slide : bool, default False
         When the context is full, go on: the older half of what is not kept leaves it, in whole pages, and the rest is
-        computed anew. False: the output ends there. `CompletionOutput.n_dropped` tells how many tokens have left.
+        computed anew, up to `max_tokens`, at most 1,048,576. False: the output ends there.
+        `CompletionOutput.n_dropped` tells how many tokens have left.
     keep_tokens : int or None, default None
         Tokens at the beginning of the prompt that neither of the two leaves out. None: the start token, and in a chat
         all system messages at its beginning.

@@ -256,5 +256,9 @@ class TestSliding:
             engine = engine_of(toy(), context_length=context)
             with pytest.raises(InvalidParameterError, match=message):
                 engine.add_request([1], SamplingParams(slide=True, keep_tokens=keep))
+        with pytest.raises(
+            InvalidParameterError, match="max_tokens is 1048577; allowed with slide: at most 1048576"
+        ):
+            engine_of(toy()).add_request([1], SamplingParams(slide=True, max_tokens=2**20 + 1))
         with pytest.raises(InvalidParameterError, match="max_tokens is None; allowed: with slide, a number"):
             SamplingParams(slide=True, max_tokens=None)

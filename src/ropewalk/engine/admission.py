@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from ropewalk.engine.constraint import Constraint
 from ropewalk.engine.draws import seed_of
-from ropewalk.engine.overflow import MIN_ROOM, Slide
+from ropewalk.engine.overflow import MAX_TOKENS, MIN_ROOM, Slide
 from ropewalk.engine.request import Request
 from ropewalk.errors import InvalidParameterError, PromptError
 from ropewalk.params import SamplingParams
@@ -166,6 +166,10 @@ class Admission:
         if params.slide and most < 0:
             raise InvalidParameterError(
                 f"slide is True in a context of {self._context_length}; allowed: in one of at least {MIN_ROOM}"
+            )
+        if params.slide and (params.max_tokens or 0) > MAX_TOKENS:
+            raise InvalidParameterError(
+                f"max_tokens is {params.max_tokens}; allowed with slide: at most {MAX_TOKENS}"
             )
         if params.slide and (params.keep_tokens or 0) > most:
             raise InvalidParameterError(

@@ -16,6 +16,9 @@ from ropewalk.backend.base import PAGE_SIZE
 MIN_ROOM = 2 * PAGE_SIZE
 """Tokens of the context that must be left beside those that are kept for good."""
 
+MAX_TOKENS = 1 << 20
+"""Most tokens of an output that slides: nothing else bounds the memory that its token ids take."""
+
 
 @dataclass(frozen=True)
 class Slide:
