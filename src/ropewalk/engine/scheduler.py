@@ -6,9 +6,10 @@ overtakes it. When pages run out all the same, the last in rank gives up its pag
 computing them again, or finding them in the prefix cache, and since the model gives the same bits whatever shares a
 step, it continues with the same tokens.
 
-A step has a budget of tokens. Every request that decodes gets its one token, the rest goes to prompts in order of
-rank, in chunks. So a long prompt delays its neighbours' tokens by at most one budget a step, and since the budget is
-no smaller than the batch, prompts always advance.
+A step has a budget of tokens. Every request that decodes gets its one token, the rest goes to prompts in chunks: half
+of it to the first in rank, the other half to the shortest first. So a long prompt delays its neighbours' tokens by at
+most one budget a step, a short one that comes after it is read beside it, and since the budget is no smaller than the
+batch, the first in rank always advances, at half its speed or more.
 
 The first in rank never waits for pages: all others would give up theirs first, and a sequence longer than the pool
 is refused before it gets here. So every step computes something, and everybody ends.
@@ -85,20 +86,17 @@ class Scheduler:
         Whoever is preempted comes later in rank than everybody who has got a chunk already.
         """
         self._admit()
+        prompts = [request for request in self.running if request.n_pending > 1]
+        counts = dict.fromkeys(self.running, 1)
+        for request in prompts:
+            self._reuse(request)
+        counts |= _shares(prompts, self.token_budget - (len(self.running) - len(prompts)))
         chunks = []
-        decoding = {request for request in self.running if request.n_pending == 1}
-        left = self.token_budget - len(decoding)
         for index, request in enumerate(tuple(self.running)):
             if index >= len(self.running):
                 break
-            if request in decoding:
-                count = 1
-            else:
-                self._reuse(request)
-                count = min(request.n_pending, left)
-            if count and self._make_room(request, count):
+            if (count := counts[request]) and self._make_room(request, count):
                 chunks.append(Chunk(request, count))
-                left -= 0 if request in decoding else count
         return chunks
 
     def _admit(self) -> None:
@@ -157,3 +155,16 @@ class Scheduler:
             assert request.slide is None or request.n_window < request.slide.context_length
         for request in self.waiting:
             assert not request.pages, "a waiting request holds pages"
+
+
+def _shares(prompts: list[Request], budget: int) -> dict[Request, int]:
+    """Tokens of each prompt in a step: of prompts of the same priority the shortest first, after half for the first."""
+    counts = dict.fromkeys(prompts, 0)
+    if prompts:
+        counts[prompts[0]] = min(prompts[0].n_pending, -(-budget // 2))
+    left = budget - sum(counts.values())
+    for request in sorted(prompts, key=lambda request: (request.rank[0], request.n_pending)):
+        more = min(request.n_pending - counts[request], left)
+        counts[request] += more
+        left -= more
+    return counts
