@@ -113,7 +113,18 @@ def test_rules_of_mixes():
     assert chosen("Q2_K", "attn_v", kv=8) == "Q4_K"
     assert chosen("Q2_K", "attn_v", kv=1) == "Q3_K"
     assert chosen("Q4_K_M", "attn_k", experts=8) == "Q8_0"
+    assert chosen("Q3_K_L", "attn_output", experts=8) == "Q3_K"
+    assert chosen("Q4_0", "attn_v", experts=8) == "Q8_0"
     assert chosen("Q4_0", "output") == "Q6_K"
+    assert [chosen("IQ4_NL", "ffn_down", n) for n in (3, 4)] == ["Q5_K", "IQ4_NL"]
+    for role in ("attn_v", "attn_qkv"):  # what they are in files of llama.cpp's quantizer
+        assert [chosen("Q4_K_M", role, n) for n in (3, 4)] == ["Q6_K", "Q4_K"]
+        assert [chosen("Q5_K_M", role, n) for n in (3, 4)] == ["Q6_K", "Q5_K"]
+        assert [chosen("Q3_K_M", role, n) for n in (1, 2)] == ["Q5_K", "Q4_K"]
+        assert chosen("Q3_K_L", role) == "Q5_K"
+        large = {"n_layers": 80, "kv": 8, "layer": 11}
+        mixes = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M")
+        assert {chosen(mix, role, **large) for mix in mixes} == {"Q5_K"}
     assert chosen("Q4_K_M", "ffn_up", columns=576) == "Q5_0"
     assert chosen("Q6_K", "ffn_up", columns=80) == "F16"
     for role in ("ffn_gate_inp", "attn_norm", "attn_q_norm"):

@@ -84,6 +84,10 @@ def _shared(place: Place) -> bool:
     return place.n_heads_per_kv >= 4
 
 
+def _eighty_layers(place: Place) -> bool:
+    return place.n_layers == 80 and place.n_heads_per_kv > 1
+
+
 def _eight_experts(place: Place) -> bool:
     return place.n_experts == 8
 
@@ -98,49 +102,69 @@ class Mix:
     rules: tuple[tuple[str, Condition, str], ...] = ()
 
 
+_Rule = tuple[str, Condition, str]
+
+
+def _values(*rules: tuple[Condition, str]) -> tuple[_Rule, ...]:
+    """Rules for the matrix of values, alone or in one tensor with queries and keys."""
+    return tuple((role, *rule) for role in ("attn_v", "attn_qkv") for rule in rules)
+
+
 _EXPERTS = (("attn_v", _eight_experts, "Q8_0"), ("attn_k", _eight_experts, "Q8_0"))
 _OUTPUT = (("output", _always, "Q6_K"),)
 _DOWN = "ffn_down"
+
+_PLAIN = (*_OUTPUT, *_EXPERTS)
 
 _MIXES = (
     Mix("F32", "F32", 0),
     Mix("F16", "F16", 1),
     Mix("BF16", "BF16", 32),
     Mix("Q8_0", "Q8_0", 7),
-    Mix("Q4_0", "Q4_0", 2, _OUTPUT),
-    Mix("Q4_1", "Q4_1", 3, _OUTPUT),
-    Mix("Q5_0", "Q5_0", 8, _OUTPUT),
-    Mix("Q5_1", "Q5_1", 9, _OUTPUT),
-    Mix("IQ4_NL", "IQ4_NL", 25, (*_OUTPUT, *_EXPERTS, ("attn_v", _shared, "Q5_K"))),
+    Mix("Q4_0", "Q4_0", 2, _PLAIN),
+    Mix("Q4_1", "Q4_1", 3, _PLAIN),
+    Mix("Q5_0", "Q5_0", 8, _PLAIN),
+    Mix("Q5_1", "Q5_1", 9, _PLAIN),
+    Mix(
+        "IQ4_NL",
+        "IQ4_NL",
+        25,
+        (
+            *_PLAIN,
+            *_values((_shared, "Q5_K")),
+            (_DOWN, _first_eighth, "Q5_K"),
+            ("attn_output", _eight_experts, "Q5_K"),
+        ),
+    ),
     Mix(
         "Q2_K",
         "Q2_K",
         10,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _shared, "Q4_K"),
-            ("attn_v", _always, "Q3_K"),
+            *_PLAIN,
+            *_values((_eighty_layers, "Q5_K"), (_shared, "Q4_K"), (_always, "Q3_K")),
             (_DOWN, _always, "Q3_K"),
             ("attn_output", _eight_experts, "Q5_K"),
             ("attn_output", _always, "Q3_K"),
         ),
     ),
-    Mix("Q3_K_S", "Q3_K", 11, (*_OUTPUT, *_EXPERTS, ("attn_output", _eight_experts, "Q5_K"))),
+    Mix(
+        "Q3_K_S",
+        "Q3_K",
+        11,
+        (*_PLAIN, *_values((_eighty_layers, "Q5_K")), ("attn_output", _eight_experts, "Q5_K")),
+    ),
     Mix(
         "Q3_K_M",
         "Q3_K",
         12,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _first_two, "Q5_K"),
-            ("attn_v", _always, "Q4_K"),
+            *_PLAIN,
+            *_values((_eighty_layers, "Q5_K"), (_first_two, "Q5_K"), (_always, "Q4_K")),
             (_DOWN, _first_sixteenth, "Q5_K"),
             (_DOWN, _always, "Q4_K"),
             ("attn_output", _eight_experts, "Q5_K"),
             ("attn_output", _always, "Q4_K"),
-            ("attn_qkv", _always, "Q4_K"),
         ),
     ),
     Mix(
@@ -148,12 +172,11 @@ _MIXES = (
         "Q3_K",
         13,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _always, "Q5_K"),
+            *_PLAIN,
+            *_values((_always, "Q5_K")),
             (_DOWN, _always, "Q5_K"),
+            ("attn_output", _eight_experts, "Q3_K"),
             ("attn_output", _always, "Q5_K"),
-            ("attn_qkv", _always, "Q4_K"),
         ),
     ),
     Mix(
@@ -161,9 +184,8 @@ _MIXES = (
         "Q4_K",
         14,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _first_four, "Q5_K"),
+            *_PLAIN,
+            *_values((_eighty_layers, "Q5_K"), (_first_four, "Q5_K")),
             (_DOWN, _first_eighth, "Q5_K"),
             ("attn_output", _eight_experts, "Q5_K"),
         ),
@@ -173,25 +195,21 @@ _MIXES = (
         "Q4_K",
         15,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _more, "Q6_K"),
+            *_PLAIN,
+            *_values((_more, "Q6_K"), (_eighty_layers, "Q5_K")),
             (_DOWN, _more, "Q6_K"),
             ("attn_output", _eight_experts, "Q5_K"),
-            ("attn_qkv", _always, "Q5_K"),
         ),
     ),
-    Mix("Q5_K_S", "Q5_K", 16, (*_OUTPUT, *_EXPERTS)),
+    Mix("Q5_K_S", "Q5_K", 16, _PLAIN),
     Mix(
         "Q5_K_M",
         "Q5_K",
         17,
         (
-            *_OUTPUT,
-            *_EXPERTS,
-            ("attn_v", _more, "Q6_K"),
+            *_PLAIN,
+            *_values((_more, "Q6_K")),
             (_DOWN, _more, "Q6_K"),
-            ("attn_qkv", _always, "Q6_K"),
         ),
     ),
     Mix("Q6_K", "Q6_K", 18, _EXPERTS),
