@@ -69,17 +69,17 @@ file = open_gguf(sys.argv[1])
 compile_parts(parts_of_model(file, ModelConfig.from_gguf(file.metadata, file.tensors)))
 before = memory("VmRSS")
 file, backend = load()
-largest = max(info.n_bytes for info in file.tensors.values())
-print(memory("VmHWM") - before, backend.weights.n_bytes, largest, Path(sys.argv[1]).stat().st_size)
+print(memory("VmHWM") - before, backend.weights.n_bytes, Path(sys.argv[1]).stat().st_size)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_k3_peak_memory_is_the_packed_model_and_one_tensor(big_model):
+def test_k3_peak_memory_is_the_packed_model(big_model):
+    """Not even one tensor is in memory twice: the largest of this file has 74 MB."""
     run = subprocess.run(
         [sys.executable, "-c", CODE, str(big_model)], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    peak, packed, largest, file_size = map(int, run.stdout.splitlines()[-1].split())
-    assert peak <= packed + largest + (48 << 20)
+    peak, packed, file_size = map(int, run.stdout.splitlines()[-1].split())
+    assert peak <= packed + (48 << 20)
     assert packed <= 1.05 * file_size  # never expanded to float32

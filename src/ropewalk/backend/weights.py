@@ -152,9 +152,9 @@ def _pack_matrix(
         panels = region[expert * each + first : expert * each + min(first + PANELS_AT_A_TIME, each)]
         panels[:] = 0
         pack(raws[expert], panels, first)
+        checkpoint.release()  # not once a matrix: an output matrix may be a fifth of the file
 
     list(pool.map(run, product(range(len(raws)), range(0, each, PANELS_AT_A_TIME))))
-    checkpoint.release()
 
 
 def _float_rows(checkpoint: Checkpoint, source: MatrixSource) -> NDArray[np.uint8]:
