@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE, StepBatch
-from ropewalk.backend.cpu import CACHE_DTYPES, MAX_TOKENS, CpuBackend, CpuCache, Progress, cache_page_bytes
+from ropewalk.backend.cache import CACHE_DTYPES, CpuCache, cache_page_bytes
+from ropewalk.backend.cpu import MAX_TOKENS, CpuBackend, Progress
 from ropewalk.backend.host import available_bytes
 from ropewalk.backend.weights import PackedWeights
 from ropewalk.checkpoint.base import Checkpoint

@@ -76,7 +76,8 @@ class Parts:
 def open_parts(model: str | os.PathLike[str], options: LLMOptions, resources: ExitStack) -> Parts:
     """Open a model; what is to be closed at the end goes to `resources`. Raises what `LLM` says."""
     from ropewalk.adapters import open_loras
-    from ropewalk.backend.cpu import CpuBackend, check_cache_dtype
+    from ropewalk.backend.cache import check_cache_dtype
+    from ropewalk.backend.cpu import CpuBackend
     from ropewalk.kernels.team import warn_of_too_many
     from ropewalk.model.config import ModelConfig
     from ropewalk.model.rope_settings import override_rope

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ropewalk.backend import base
-from ropewalk.backend.cpu import CACHE_DTYPES, CpuCache, cache_page_bytes
+from ropewalk.backend.cache import CACHE_DTYPES, CpuCache, cache_page_bytes
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.engine.pages import pages_for
 from ropewalk.errors import InvalidParameterError
@@ -128,7 +128,9 @@ def test_a_latent_stands_for_all_heads():
     model = ModelShape("latent", (latent,) * 60, Weights(Part(1, 1)), "F16")
     assert token_bytes(model, cache_type("float16")) == 60 * 576 * 2
     assert token_bytes(model, cache_type("int8")) == 60 * (576 + 2 * 4)
-    engine = SimpleNamespace(n_layers=60, n_kv_heads=1, head_dim=576, latent=True)  # as a `ModelConfig` has it
+    engine = SimpleNamespace(
+        n_layers=60, n_kv_heads=1, head_dim=576, latent=True
+    )  # as a `ModelConfig` has it
     for name in CACHE_DTYPES:
         assert page_bytes(model, cache_type(name)) == cache_page_bytes(engine, name)
     heads = ModelShape("heads", (replace(latent, latent=0),) * 60, Weights(Part(1, 1)), "F16")

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import mmap
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from ropewalk.backend.account import Account
 from ropewalk.backend.adapters import AdapterTable
 from ropewalk.backend.angles import Angles
 from ropewalk.backend.base import PAGE_SIZE, Float32Array, StepBatch, StepRecord, now_ns
+from ropewalk.backend.cache import CpuCache, cache_page_bytes
 from ropewalk.backend.compile import attention_parts, compile_parts, parts_of_model
 from ropewalk.backend.constant_keys import ConstantKeys
 from ropewalk.backend.experts import ExpertTable
@@ -29,17 +27,16 @@ from ropewalk.backend.latent import LatentTable
 from ropewalk.backend.numerics import numerics_hash
 from ropewalk.backend.sources import ffn_width
 from ropewalk.backend.weights import INPUTS, PackedWeights, pack_model
+from ropewalk.backend.widths import check_widths
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.fingerprint import fingerprint, stamp
 from ropewalk.checkpoint.lora import LoraWeights
 from ropewalk.checkpoint.quants import dequantize
-from ropewalk.errors import InvalidParameterError, UnsupportedModelError
+from ropewalk.errors import InvalidParameterError
 from ropewalk.kernels.attend import SPAN_TILES
 from ropewalk.kernels.attention import (
     PARTITION,
-    SCALES_BYTES,
     attention_worker,
-    head_page_bytes,
     head_passes,
     partial_bytes,
     query_row_bytes,
@@ -68,95 +65,8 @@ OUTPUT_VECTORS = {
     Job.OUTPUT_NORM_BIAS: "output_norm.bias",
     Job.OUTPUT_BIAS: "output.bias",
 }
-CACHE_DTYPES = ("float16", "int8")
 MAX_TOKENS = 512  # of one pass through the layers; a longer step is run as several
 Progress = Callable[[str, float], None]
-
-
-class CpuCache:
-    """Keys and values of all layers, laid out as `kernels.attention` reads them.
-
-    Parameters
-    ----------
-    config : ModelConfig
-    n_pages : int
-        Pages of 16 tokens.
-    dtype : str
-        "float16", or "int8" with one float32 scale for the key and one for the value of each token and KV head.
-
-    Attributes
-    ----------
-    data : uint8 [n_layers, n_kv_heads, 2 (keys, values), n_pages, bytes]
-        With latent attention 1 in place of 2: values are the ends of keys.
-    scales : float32 [n_layers, n_kv_heads, 2, n_pages, 16]
-        Of an int8 cache; else the last axis is empty.
-    """
-
-    def __init__(self, config: ModelConfig, n_pages: int, dtype: str) -> None:
-        self.n_pages = n_pages
-        self.bytes_per_page = cache_page_bytes(config, dtype)
-        self.is_int8 = dtype == "int8"
-        heads, page = (config.n_layers, config.n_kv_heads), head_page_bytes(config.head_dim, self.is_int8)
-        self.data = _untouched((*heads, 1 if config.latent else 2, n_pages, page), np.uint8)
-        self.scales = _untouched((*heads, 2, n_pages, PAGE_SIZE if self.is_int8 else 0), np.float32)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes allocated for all pages."""
-        return self.data.nbytes + self.scales.nbytes
-
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, all layers, from the first to the second of each pair, one pair after the other."""
-        for source, target in pairs:
-            for pages in (self.data, self.scales):
-                pages[:, :, :, target] = pages[:, :, :, source]
-
-    def read_page(self, page: int) -> NDArray[np.uint8]:
-        """Copy a page, all layers: `data`, then `scales`, as uint8 [bytes_per_page]."""
-        parts = [pages[:, :, :, page].reshape(-1).view(np.uint8) for pages in (self.data, self.scales)]
-        return np.concatenate(parts)
-
-    def write_page(self, page: int, contents: NDArray[np.uint8]) -> None:
-        """Make a page what `read_page` returned."""
-        start = 0
-        for pages in (self.data, self.scales):
-            part = pages[:, :, :, page]
-            part[...] = contents[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-            start += part.nbytes
-
-
-def _untouched(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """Zeros that take memory as they are written, in the system's smallest pages.
-
-    NumPy asks for huge pages. A page of ours is 2 kB in each of hundreds of distant streams, so its first token would
-    make the system clear 2 MB for each: on SmolLM2-135M 360 MB and up to 0.9 s, for nothing that we could measure.
-    """
-    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = mmap.mmap(-1, max(n_bytes, 1))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
-
-
-def check_cache_dtype(dtype: str) -> None:
-    """Refuse a type of elements that no KV cache has; raises InvalidParameterError."""
-    if dtype not in CACHE_DTYPES:
-        raise InvalidParameterError(f"cache_dtype is {dtype!r}; allowed: {', '.join(CACHE_DTYPES)}")
-
-
-def cache_page_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one page of a KV cache over all layers, scales included.
-
-    Raises
-    ------
-    InvalidParameterError
-        If there are no such caches.
-    """
-    check_cache_dtype(dtype)
-    is_int8 = dtype == "int8"
-    head_bytes = head_page_bytes(config.head_dim, is_int8) * (1 if config.latent else 2)
-    return config.n_layers * config.n_kv_heads * (head_bytes + (2 * SCALES_BYTES if is_int8 else 0))
 
 
 class CpuBackend:
@@ -194,7 +104,7 @@ class CpuBackend:
     ) -> None:
         if n_threads is not None and n_threads < 1:
             raise InvalidParameterError(f"n_threads is {n_threads}; it must be at least 1")
-        _check_widths(config)
+        check_widths(config)
         self.config = config
         self.n_threads = n_threads or available_threads()
         rung = choose_rung()
@@ -480,34 +390,3 @@ class CpuBackend:
         if self._adapters:
             self._adapters.grow(n)
         self._capacity = n
-
-
-def _latent_widths(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    latent = config.latent
-    if latent is None:
-        return {}
-    return {
-        "attention.q_lora_rank": (latent.q_rank, 32),
-        "attention.kv_lora_rank": (latent.kv_rank, 32),
-        "attention.key_length_mla - rope.dimension_count": (latent.nope, 32),
-        "attention.value_length_mla": (latent.value, 32),
-        "rope.dimension_count": (latent.rope, 16),
-    }
-
-
-def _check_widths(config: ModelConfig) -> None:
-    """The kernels work in groups of 32 columns and vectors of 16 floats."""
-    checks = {
-        "embedding_length": (config.hidden_size, 32),
-        "feed_forward_length": (max(ffn_width(config, n) for n in range(config.n_layers)), 32),
-        "expert_feed_forward_length": (config.experts.ffn_size if config.experts else 0, 32),
-        "head_count * key_length": (config.n_heads * config.head_dim, 32),
-        "key_length": (config.head_dim, 16),
-        **_latent_widths(config),
-    }
-    for key, (value, multiple) in checks.items():
-        if value % multiple:
-            raise UnsupportedModelError(
-                f"{config.architecture}.{key} = {value} is not supported by the CPU kernels; "
-                f"it must be a multiple of {multiple}"
-            )

@@ -24,6 +24,7 @@ def warmup(
 
     For both types of cache; it tells how long it took and where the kernels are kept.
     """
+    from ropewalk.backend.cache import CACHE_DTYPES
     from ropewalk.backend.compile import (
         Part,
         all_parts,
@@ -31,7 +32,6 @@ def warmup(
         compile_in_processes,
         parts_of_model,
     )
-    from ropewalk.backend.cpu import CACHE_DTYPES
     from ropewalk.checkpoint.base import open_checkpoint
     from ropewalk.kernels.cache import cache_bytes, cache_folder
     from ropewalk.kernels.team import available_threads
