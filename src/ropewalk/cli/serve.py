@@ -90,8 +90,8 @@ def serve(
 ) -> None:
     """Serve models to OpenAI's clients.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize; GET /v1/models, /health,
-    /metrics, /version, /openapi.json.
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /tokenize, /detokenize; GET /v1/models,
+    /health, /metrics, /version, /openapi.json; and a page to chat with at /.
     """
     from ropewalk.async_engine import AsyncEngine
     from ropewalk.serve.app import make_app
