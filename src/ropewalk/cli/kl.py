@@ -43,9 +43,9 @@ def kl(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     machine: Machine,
 ) -> None:
-    """Measure how far a model's distributions are from a reference's.
+    """Measure how far a model is from a reference.
 
-    It is the KL divergence, position by position of a text, in nats.
+    It is the KL divergence of its distributions, position by position of a text, in nats.
     """
     from ropewalk import evaluation
 
