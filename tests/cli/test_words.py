@@ -17,7 +17,8 @@ def every_verb(command=None, path=()):
         yield from every_verb(each, (*path, name))
 
 
-def test_help_has_no_types_of_python_and_lists_whole_sentences(ropewalk):
+def test_help_has_no_types_of_python_and_lists_whole_sentences(ropewalk, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     verbs = list(every_verb())
     assert ("run",) in verbs
     assert ("figure", "cache") in verbs
