@@ -246,6 +246,17 @@ class TestStreams:
         run(main)
 
 
+async def forking(engine, llm):
+    """A stream, and a task that forks it and waits for a step that is held back."""
+    first = engine.stream("abc", LONG)
+    await anext(first)
+    llm.backend.gate.clear()
+    await until(llm.backend.entered.is_set)
+    fork = asyncio.create_task(first.fork(seeded(8)))
+    await until(lambda: len(engine._worker.mailboxes) == 2)
+    return first, fork
+
+
 class TestForks:
     def test_each_goes_on_as_it_would_alone(self):
         async def main(engine, llm):
@@ -320,12 +331,7 @@ class TestForks:
 
     def test_one_whose_reader_is_cancelled_leaves_nothing(self):
         async def main(engine, llm):
-            first = engine.stream("abc", LONG)
-            await anext(first)
-            llm.backend.gate.clear()
-            await until(llm.backend.entered.is_set)
-            fork = asyncio.create_task(first.fork(seeded(8)))
-            await until(lambda: len(engine._worker.mailboxes) == 2)
+            first, fork = await forking(engine, llm)
             fork.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fork
@@ -337,12 +343,7 @@ class TestForks:
 
     def test_the_engine_is_closed_meanwhile(self):
         async def main(engine, llm):
-            first = engine.stream("abc", LONG)
-            await anext(first)
-            llm.backend.gate.clear()
-            await until(llm.backend.entered.is_set)
-            fork = asyncio.create_task(first.fork(seeded(8)))
-            await until(lambda: len(engine._worker.mailboxes) == 2)
+            first, fork = await forking(engine, llm)
             closing = asyncio.create_task(engine.close())
             await until(lambda: not engine.is_alive)
             llm.backend.gate.set()

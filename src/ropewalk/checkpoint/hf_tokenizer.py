@@ -83,9 +83,6 @@ class _Draft:
     tokens: dict[int, str]
     types: dict[int, int] = field(default_factory=dict)
 
-    def id_of(self, text: str) -> int | None:
-        return next((i for i, token in self.tokens.items() if token == text), None)
-
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file of the folder, of bounded size.
