@@ -4,10 +4,11 @@
 
 Runs in an environment of its own (openvino-genai, openvino-tokenizers, optimum-intel, nncf); knows nothing of
 Ropewalk. `export_hf.py` makes such a folder of a GGUF file. The settings are optimum-intel's defaults for that number
-of bits: 8, one scale for a row; 4, groups of 128, and 8 for the embedding and the last layer.
+of bits: 8, one scale for a row; 4, groups of 128 (64 where that does not divide a row), and 8 for the embedding.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from openvino import save_model
@@ -22,7 +23,9 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
     options = parser.parse_args()
-    how = OVWeightQuantizationConfig(bits=options.bits)
+    hidden = json.loads((options.source / "config.json").read_text())["hidden_size"]
+    groups = {"group_size": 64 if hidden % 128 else 128} if options.bits == 4 else {}
+    how = OVWeightQuantizationConfig(bits=options.bits, **groups)
     model = OVModelForCausalLM.from_pretrained(options.source, export=True, quantization_config=how)
     model.save_pretrained(options.target)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.source / "tokenizer.json"))
