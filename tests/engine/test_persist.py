@@ -348,6 +348,15 @@ class TestSize:
         found = store.load(bytes([number] * 16), index, bytes([number]) * (1000 - 56 - PAGE_BYTES))
         return found is not None and bool(np.array_equal(found, self.contents(number)))
 
+    def test_a_page_that_another_process_removes_meanwhile_is_missed_and_no_more(self, store, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(persist.os.path, "lexists", lambda path: True)  # seen, and gone before it is marked
+            store.save(b"k" * 16, 0, b"gone", np.zeros(PAGE_BYTES, np.uint8))
+            store.flush()
+        store.save(b"l" * 16, 0, b"kept", np.zeros(PAGE_BYTES, np.uint8))
+        store.flush()
+        assert store.load(b"l" * 16, 0, b"kept") is not None
+
     def test_the_least_recently_used_go_first(self, store, tmp_path):
         for number in range(15):
             self.save(store, number)

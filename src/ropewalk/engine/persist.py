@@ -236,6 +236,8 @@ class PageStore:
                 self.pages_written += 1
             else:
                 os.utime(path, follow_symlinks=False)
+        except FileNotFoundError:  # another process made room meanwhile: this page, or its folder, is gone
+            return
         except OSError as error:
             self._refused_until = time.monotonic() + RETRY_S
             self._tell("pages cannot be kept", self._all, error.strerror)
