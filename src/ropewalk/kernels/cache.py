@@ -74,7 +74,9 @@ def cache_folder(rung: str | None = None) -> Path:
         if any(wanted.glob("*.nbc")):  # filled earlier, now read-only: good enough to load from
             return wanted
         spare = _private_temporary_folder() / wanted.name
-        log.warning("compiled kernels go to %s, because %s cannot be written: %s", spare, wanted, error.strerror)
+        log.warning(
+            "compiled kernels go to %s, because %s cannot be written: %s", spare, wanted, error.strerror
+        )
         _open_folder(spare)
         return spare
     return wanted
