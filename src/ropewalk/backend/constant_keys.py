@@ -108,6 +108,8 @@ def _parts(
     matrix = dequantize(raw, checkpoint.tensors[source.name].format)
     shape = (config.n_kv_heads, config.head_dim)
     bias = np.zeros(len(matrix), np.float32) if bias is None else bias[: len(matrix)]
-    constant = bias if norm_bias is None else bias + matrix @ norm_bias
+    constant = bias
+    if norm_bias is not None:  # in float64 and without BLAS, so that no bit depends on the machine's threads
+        constant = bias + (matrix * norm_bias.astype(np.float64)).sum(axis=1).astype(np.float32)
     spread = np.sqrt(np.square(matrix if norm is None else matrix * norm).sum(axis=1))
     return bias.reshape(shape), constant.reshape(shape), spread.reshape(shape)

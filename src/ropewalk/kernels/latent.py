@@ -27,12 +27,11 @@ from ropewalk.kernels.products import (
     READS_BYTES,
     READS_FLOATS,
     destinations,
-    log2,
+    multiply,
     product,
     tile_address,
-    tile_size,
 )
-from ropewalk.kernels.simd import call, load_f32, load_floats, rows_at, store_floats, table_at
+from ropewalk.kernels.simd import load_f32, load_floats, rows_at, store_floats, table_at
 from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import K_B, Q_A, V_B, Job, Latent, Layer, Matrix
 
@@ -89,22 +88,8 @@ def _heads_product(tid, n_threads, words, job, mla, matrix, y, y_stride, head_st
         head, first = item // n_chunks, item % n_chunks * chunk
         panels = matrix[Matrix.PANELS] + (head * n_panels + first) * panel_bytes
         of_head = tiles + head * mla[Latent.ROWS] * token_bytes
-        for token in range(0, n_tokens, max_tile):
-            tile = tile_size(n_tokens - token, max_tile)
-            call(
-                matrix[Matrix.WORKERS + log2(tile)],
-                (
-                    panels,
-                    min(chunk, n_panels - first),
-                    panel_bytes,
-                    groups,
-                    of_head + token * token_bytes,
-                    y + token * y_stride + head * head_stride + first * 64,
-                    y_stride,
-                    min(tile, n_tokens - token),
-                    0,
-                ),
-            )
+        count, out = min(chunk, n_panels - first), y + head * head_stride + first * 64
+        multiply(matrix, panels, count, of_head, token_bytes, n_tokens, max_tile, out, y_stride, 0)
         item, turn = next_of_run(tid, n_threads, words, 0, n_items, turn)
 
 

@@ -27,13 +27,12 @@ from ropewalk.kernels.products import (
     READS_BYTES,
     READS_FLOATS,
     activated_to_tiles,
-    log2,
+    multiply,
     product,
     tile_size,
     with_bias,
 )
 from ropewalk.kernels.simd import (
-    call,
     fma,
     load_f32,
     load_floats,
@@ -237,22 +236,9 @@ def _product(tid, n_threads, words, counter, job, moe, matrix, y):
         first = item % n_chunks * chunk
         count, row = np.int64(load_i32(moe[Moe.COUNTS] + 4 * e)), np.int64(load_i32(moe[Moe.FIRSTS] + 4 * e))
         panels = matrix[Matrix.PANELS] + (e * n_panels + first) * panel_bytes
-        for token in range(0, count, max_tile):
-            tile = tile_size(count - token, max_tile)
-            call(
-                matrix[Matrix.WORKERS + log2(tile)],
-                (
-                    panels,
-                    min(chunk, n_panels - first),
-                    panel_bytes,
-                    groups,
-                    tiles + (row + token) * token_bytes,
-                    y + (row + token) * y_stride + first * 64,
-                    y_stride,
-                    min(tile, count - token),
-                    0,
-                ),
-            )
+        of_expert, out = tiles + row * token_bytes, y + row * y_stride + first * 64
+        some = min(chunk, n_panels - first)
+        multiply(matrix, panels, some, of_expert, token_bytes, count, max_tile, out, y_stride, 0)
         item, turn = next_of_run(tid, n_threads, words, counter, n_items, turn)
 
 

@@ -69,10 +69,30 @@ def destinations(job, reads, fine, token, n_tokens, groups):
 
 
 @inline
+def multiply(matrix, panels, n_panels, tiles, token_bytes, n_tokens, max_tile, y, y_stride, add):
+    """y (+)= some panels of a matrix x the activations of `n_tokens` tokens, tile by tile."""
+    for token in range(0, n_tokens, max_tile):
+        tile = tile_size(n_tokens - token, max_tile)
+        call(
+            matrix[Matrix.WORKERS + log2(tile)],
+            (
+                panels,
+                n_panels,
+                matrix[Matrix.PANEL_BYTES],
+                matrix[Matrix.N_GROUPS],
+                tiles + token * token_bytes,
+                y + token * y_stride,
+                y_stride,
+                min(tile, n_tokens - token),
+                add,
+            ),
+        )
+
+
+@inline
 def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
     """y (+)= matrix x the activations in the tiles, for this thread's share of the panels."""
-    n_panels, groups = matrix[Matrix.N_PANELS], matrix[Matrix.N_GROUPS]
-    panel_bytes, max_tile = matrix[Matrix.PANEL_BYTES], job[Job.MAX_TILE]
+    n_panels, groups, max_tile = matrix[Matrix.N_PANELS], matrix[Matrix.N_GROUPS], job[Job.MAX_TILE]
     chunk = chunk_of(n_panels, n_threads)
     if n_tokens > max_tile:
         chunk = min(chunk, PREFILL_PANELS)
@@ -86,24 +106,8 @@ def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, 
     while item < n_chunks:
         first = item * chunk
         count = min(chunk, n_panels - first)
-        panels = matrix[Matrix.PANELS] + first * panel_bytes
-        for token in range(0, n_tokens, max_tile):
-            tile = tile_size(n_tokens - token, max_tile)
-            out = y + token * y_stride + first * 64
-            call(
-                matrix[Matrix.WORKERS + log2(tile)],
-                (
-                    panels,
-                    count,
-                    panel_bytes,
-                    groups,
-                    tiles + token * token_bytes,
-                    out,
-                    y_stride,
-                    min(tile, n_tokens - token),
-                    add,
-                ),
-            )
+        panels = matrix[Matrix.PANELS] + first * matrix[Matrix.PANEL_BYTES]
+        multiply(matrix, panels, count, tiles, token_bytes, n_tokens, max_tile, y + first * 64, y_stride, add)
         item, turn = next_of_run(tid, n_threads, words, counter, n_chunks, turn)
 
 
