@@ -5,8 +5,9 @@ import pytest
 
 from ropewalk.checkpoint.quants import FORMATS, dequantize
 from ropewalk.kernels import formats as F
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import kernel
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TILES, TOKEN_GROUP_BYTES, matmul_worker
+from ropewalk.kernels.matmul import TILES, matmul_worker
 from ropewalk.kernels.pack import packer
 from ropewalk.kernels.simd import call
 

@@ -7,8 +7,8 @@ import pytest
 
 from ropewalk.kernels import pointwise as P
 from ropewalk.kernels import simd
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import kernel
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.model import reference
 
 

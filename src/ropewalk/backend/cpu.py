@@ -46,10 +46,11 @@ from ropewalk.kernels.attention import (
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.cpu import choose_rung
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES
 from ropewalk.kernels.latent import latent_worker
 from ropewalk.kernels.latent_attention import latent_attention_worker
 from ropewalk.kernels.lora import lora_worker
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
+from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
 from ropewalk.kernels.products import READS_FLOATS

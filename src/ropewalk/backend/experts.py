@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.kernels.matmul import TOKEN_GROUP_BYTES, max_tile
+from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
+from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.moe import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from ropewalk.kernels.products import READS_FLOATS
 from ropewalk.kernels.tables import Layer, Moe

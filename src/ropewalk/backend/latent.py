@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, max_tile
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES
+from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.tables import Latent
 from ropewalk.model.config import LatentConfig, ModelConfig
 

@@ -11,8 +11,9 @@ import time
 import numpy as np
 
 from ropewalk.kernels import formats as F
+from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import kernel
-from ropewalk.kernels.matmul import TOKEN_GROUP_BYTES, matmul_worker, max_tile
+from ropewalk.kernels.matmul import matmul_worker, max_tile
 from ropewalk.kernels.simd import call
 
 PANELS, COLUMNS = 4, 256  # 4 · 16 rows of 256 weights of Q4_0: 9 kB

@@ -92,9 +92,8 @@ def refusal(rung: str) -> str | None:
     if missing:
         return f"the CPU lacks {', '.join(sorted(missing))}"
     if rung == "amx":
-        from ropewalk.kernels.amx_check import (
-            amx_refusal,
-        )  # needs the folder of kernels, which needs this module
+        # It needs the folder of kernels, which needs this module.
+        from ropewalk.kernels.amx_check import amx_refusal
 
         return amx_refusal()
     return None

@@ -19,8 +19,8 @@ from numba import types
 
 from ropewalk.kernels import clock
 from ropewalk.kernels.clock import meet
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.pointwise import norm_to_tile, normalise_floats, put_group
 from ropewalk.kernels.products import (
     PREFILL_PANELS,

@@ -27,9 +27,13 @@ from numba.extending import intrinsic
 from ropewalk.kernels import formats as F
 from ropewalk.kernels.amx import TILE_ROWS, tile_worker
 from ropewalk.kernels.cpu import choose_rung
-from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES as FINE_TOKEN_GROUP_BYTES
-from ropewalk.kernels.definition import SIGNATURE, emit_add_group, emit_scales
-from ropewalk.kernels.definition import TOKEN_GROUP_BYTES as TOKEN_GROUP_BYTES
+from ropewalk.kernels.definition import (
+    FINE_TOKEN_GROUP_BYTES,
+    SIGNATURE,
+    TOKEN_GROUP_BYTES,
+    emit_add_group,
+    emit_scales,
+)
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import worker
 from ropewalk.kernels.simd import (

@@ -19,8 +19,8 @@ from numba import types
 from ropewalk.kernels import clock
 from ropewalk.kernels.attention import exp_of
 from ropewalk.kernels.clock import meet
+from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
-from ropewalk.kernels.matmul import TOKEN_GROUP_BYTES
 from ropewalk.kernels.pointwise import activate, norm_to_tile, put_group
 from ropewalk.kernels.products import (
     PREFILL_PANELS,

@@ -4,8 +4,8 @@ Each function is one thread's share of a phase: items are taken from a counter o
 Fields of `job`, `layer` and `matrix` are named in `kernels.tables`, tiles are described in `kernels.matmul`.
 """
 
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline
-from ropewalk.kernels.matmul import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.pointwise import (
     ONE,
     activate,
