@@ -578,6 +578,20 @@ class TestRealModel:
         assert output.text == full.text[: full.text.index(stop)]
         assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
+    def test_logprobs_of_a_prompt_are_its_score(self, llm):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+        (output,) = llm.generate("The capital of France is Paris.", params)
+        first, *others = output.prompt_logprobs
+        ids = output.prompt_token_ids
+        assert (first, [found.token_id for found in others]) == (None, ids[1:])
+        (score,) = llm.score(ids[:1], [ids[1:]])
+        assert [found.logprob for found in others] == pytest.approx(score.logprobs, abs=1e-9)
+        assert all(len(found.top) == 2 and found.rank >= 1 for found in others)
+        assert llm.generate("The", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+        stream = llm.stream("The rope", SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2))
+        next(stream)
+        assert next(stream.fork()).output.prompt_logprobs is None
+
     def test_logprobs_are_those_of_logits(self, llm):
         params = SamplingParams(seed=2, max_tokens=8, temperature=0.5, top_k=20, logprobs=3)
         (output,) = llm.generate("Once upon a time", params)

@@ -50,6 +50,7 @@ from ropewalk.params import SamplingParams
         ("stop_token_ids", "12", "sequence of token ids"),
         ("stop_token_ids", 7, "sequence of token ids"),
         ("logprobs", -1, "at least 0"),
+        ("prompt_logprobs", -1, "at least 0"),
         ("ignore_eos", 1, "True or False"),
         ("include_stop_str_in_output", None, "True or False"),
         ("skip_special_tokens", "yes", "True or False"),

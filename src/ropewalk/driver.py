@@ -93,7 +93,7 @@ class Driver:
         if not 0 <= index < len(first.requests):
             raise InvalidParameterError(f"index is {index!r}; allowed: 0 ... {len(first.requests) - 1}")
         request, n_output = first.requests[index], n_read.get(index, 0)
-        chosen = replace(request.params, n=1, seed=None) if params is None else params
+        chosen = replace(request.params, n=1, seed=None, prompt_logprobs=None) if params is None else params
         with self.lock:
             generation = self.submit(
                 lambda engine: engine.fork(request, chosen, n_output=n_output, priority=priority),

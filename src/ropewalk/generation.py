@@ -95,6 +95,7 @@ class Generation:
             outputs=[completion.output for completion in self._completions],
             seed=first.seed,
             n_truncated=self.n_truncated,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
             timings=Timings(
                 prompt_tokens=first.n_prompt,
                 cached_tokens=first.n_cached,

@@ -119,6 +119,9 @@ class RequestOutput:
     prompt_token_ids : list of int
     outputs : list of CompletionOutput
         `SamplingParams.n` of them, in order.
+    prompt_logprobs : list of Logprob or None, one for each token of the prompt; None if not asked for
+        How probable each was after those before it; None for the first. Of a request that failed or was ended while
+        its prompt was read, as far as it was.
     n_truncated : int
         Tokens that were left out of the prompt because it was too long (`truncate_prompt_tokens`);
         `prompt_token_ids` are those that stayed.
@@ -133,6 +136,7 @@ class RequestOutput:
     seed: int
     timings: Timings
     n_truncated: int = 0
+    prompt_logprobs: list[Logprob | None] | None = None
 
     @property
     def text(self) -> str:

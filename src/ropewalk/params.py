@@ -58,6 +58,9 @@ class SamplingParams:
     logprobs : int or None
         Report the log-probability of every generated token and of this many most likely ones, under the
         raw distribution of the model, before any knob. None: none at all.
+    prompt_logprobs : int or None
+        The same for every token of the prompt but the first: `RequestOutput.prompt_logprobs`. The whole prompt is then
+        computed, nothing of it taken from the prefix cache.
     truncate_prompt_tokens : int or None, default None
         Leave out the middle of a longer prompt, so that this many tokens are left: those that `keep_tokens` says, and
         the last ones. In a chat whole turns are left out, the oldest first. -1: only if it does not fit into the
@@ -103,6 +106,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     trace: int | None = None
     truncate_prompt_tokens: int | None = None
     slide: bool = False
@@ -127,8 +131,8 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             self._number(name, -2.0, 2.0)
         self._int("seed", 0, 2**64 - 1, optional=True)
-        self._int("logprobs", 0, None, optional=True)
-        self._int("trace", 0, None, optional=True)
+        for name in ("logprobs", "prompt_logprobs", "trace"):
+            self._int(name, 0, None, optional=True)
         self._int("truncate_prompt_tokens", -1, None, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise _refusal("truncate_prompt_tokens", 0, "an integer of at least 1, -1 or None")

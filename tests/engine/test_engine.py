@@ -1,5 +1,6 @@
 """Many requests through one toy model: tokens equal each request alone, pages and queues stay consistent."""
 
+import dataclasses
 import json
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.engine.engine import Engine
+from ropewalk.engine.sampler import logprob
 from ropewalk.errors import GenerationError, InvalidParameterError, PromptError
 from ropewalk.params import SamplingParams
 
@@ -293,6 +295,38 @@ class TestReports:
         assert found.logprob == pytest.approx(expected[5])
         assert [v for _, v in found.top] == pytest.approx(sorted(expected)[::-1][:2])
         json.dumps(found.top, allow_nan=False)
+
+    def test_a_prompt_is_scored_whatever_is_cached_and_so_many_rows_in_a_step(self, toy):
+        prompt = [(i * 7) % 11 for i in range(150)]
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, prompt_logprobs=1)
+        backend = toy()
+        engine = engine_of(backend, context_length=256, kv_tokens=512, token_budget=512)
+        engine.add_request(prompt, GREEDY)
+        run(engine)
+        backend.batch_sizes.clear()
+        requests = [engine.add_request(prompt, params) for _ in range(2)]
+        run(engine)
+        assert backend.batch_sizes == [64, 64, 22 + 42, 1 + 64, 44, 1]
+        expected = [logprob(backend.logits(prompt[:i]), prompt[i], 1) for i in range(1, 150)]
+        for request in requests:
+            assert (request.prompt_logprobs, request.n_cached) == (expected, 0)
+            assert request.output == by_hand(toy, prompt, 2)
+
+    def test_a_prompt_that_cannot_be_scored_fails_alone(self, toy):
+        engine = engine_of(toy(poison={5: np.nan}), token_budget=16)
+        failing = engine.add_request(
+            [1] * 20 + [5] + [2] * 20, dataclasses.replace(GREEDY, prompt_logprobs=0)
+        )
+        at_its_end = engine.add_request([3, 5, 4], dataclasses.replace(GREEDY, prompt_logprobs=0))
+        other = engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=1))
+        with pytest.warns(RuntimeWarning, match="13 of 13 logits are NaN"):
+            run(engine)
+        for request, n in ((failing, 20), (at_its_end, 1)):
+            assert (request.finish_reason, request.output, len(request.prompt_logprobs)) == ("error", [], n)
+            assert isinstance(request.error, GenerationError)
+            assert request.arrived_s < request.started_s < request.first_token_s
+        assert other.output == by_hand(toy, [1, 2], 1)
+        assert engine.statistics().pages_used == 0
 
     def test_times_ascend(self, toy):
         r = alone(toy, [1, 2], GREEDY)

@@ -178,6 +178,7 @@ class TestForks:
         for options, message in (
             ({}, "the output to be forked has the end token 12"),
             ({"params": drawn(1, n=2)}, "n is 2; allowed for a fork: 1"),
+            ({"params": drawn(1, prompt_logprobs=1)}, "prompt_logprobs is 1; allowed for a fork: None"),
             ({"n_output": 2}, r"n_output is 2; allowed: 0 \.\.\. 1"),
             ({"n_output": -1}, "n_output is -1"),
             ({"params": drawn(1, max_tokens=1)}, "max_tokens is 1; allowed for this fork: more than the 1"),

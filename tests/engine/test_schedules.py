@@ -39,6 +39,7 @@ knobs = st.builds(
     stop_token_ids=st.sampled_from([(), (3,)]),
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
 )
 
 
@@ -94,6 +95,14 @@ class ByHand:
         return made
 
     @staticmethod
+    def prompt_logprobs(model, request):
+        """What is told of the prompt: nothing unless it was asked for, and of the first completion alone."""
+        prompt, n_top = request.tokens[: request.n_prompt].tolist(), request.params.prompt_logprobs
+        if n_top is None or request.index:
+            return []
+        return [logprob(model.logits(prompt[:i]), prompt[i], n_top) for i in range(1, len(prompt))]
+
+    @staticmethod
     def after(window, token, keep):
         """What the model sees once a token is added: with half of what is not kept gone if the context was full."""
         window = [*window, token]
@@ -109,6 +118,7 @@ def fork(engine, data, request):
         n=1,
         seed=data.draw(st.integers(0, 2**64 - 1)),
         logprobs=data.draw(st.sampled_from([None, request.params.logprobs])),
+        prompt_logprobs=None,
     )
     n_output = data.draw(st.one_of(st.none(), st.integers(0, request.n_output)))
     taken = request.output if n_output is None else request.output[:n_output]
@@ -173,11 +183,14 @@ def play(toy, data, **options):
     assert max(backend.batch_sizes, default=0) <= engine.scheduler.token_budget
     for request, n_forced in asked:
         expected = ByHand.run(backend, request, n_forced)
+        scored = ByHand.prompt_logprobs(backend, request)
         if request in aborted:
+            assert request.prompt_logprobs == scored[: len(request.prompt_logprobs)]
             assert request.finish_reason == "abort"
             assert request.output == expected.output[: request.n_output]
         else:
             assert (request.output, request.logprobs) == (expected.output, expected.logprobs)
+            assert request.prompt_logprobs == scored
             assert (request.finish_reason, request.stop_reason) == (
                 expected.finish_reason,
                 expected.stop_reason,

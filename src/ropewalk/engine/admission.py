@@ -181,6 +181,10 @@ class Admission:
         self._validate_params(params)
         if params.n != 1:
             raise InvalidParameterError(f"n is {params.n}; allowed for a fork: 1")
+        if params.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                f"prompt_logprobs is {params.prompt_logprobs}; allowed for a fork: None, as its prompt has been read"
+            )
         if params.adapter != request.params.adapter:
             raise InvalidParameterError(
                 f"adapter is {params.adapter!r}; allowed for this fork: {request.params.adapter!r}"

@@ -199,7 +199,7 @@ class Engine:
             If `params` do not fit the model or what is taken over: an end token is in it, it reaches `max_tokens`, or
             it has no log-probabilities such as they ask for, or a constraint is not at this place.
         """
-        params = replace(request.params, n=1, seed=None) if params is None else params
+        params = replace(request.params, n=1, seed=None, prompt_logprobs=None) if params is None else params
         n_output = request.n_output if n_output is None else n_output
         fork = self.admission.fork(request, params, n_output, priority)
         self.scheduler.add(fork)
@@ -297,25 +297,37 @@ class Engine:
         self.scheduler.check()
 
     def _advance(self, chunks: Sequence[Chunk], logits: Float32Array) -> list[Request]:
-        """Count the chunks as computed, and draw for each request that has no pending token left."""
+        """Count the chunks as computed, score prompts, and draw for each request that has no pending token left."""
         rows = iter(logits)
         changed = []
         for chunk in chunks:
             request = chunk.request
+            self._score(request, [next(rows) for _ in request.unscored(chunk.count)])
             self.scheduler.tables.commit(request, chunk.count)
             self._counters.computed_tokens += chunk.count + len(chunk.guesses)
-            if request.n_pending == 0:
+            draws = request.n_pending == 0
+            if draws:
                 self._draw_run(chunk, rows)
+            if draws or request.finish_reason is not None:
                 changed.append(request)
             if request.finish_reason is not None:
                 self._end(request)
         return changed
 
+    def _score(self, request: Request, rows: Sequence[Float32Array]) -> None:
+        """Note how probable the next tokens of a prompt are, each by the logits of the token before it."""
+        try:
+            for logits in rows:
+                token = int(request.tokens[len(request.prompt_logprobs) + 1])
+                request.prompt_logprobs.append(logprob(logits, token, request.params.prompt_logprobs or 0))
+        except Exception as error:
+            self._failed(request, error)
+
     def _draw_run(self, chunk: Chunk, rows: Iterator[Float32Array]) -> None:
         """Draw one token, and one more after each guess that turns out right; then keep what was computed of them."""
         request, tables = chunk.request, self.scheduler.tables
         before, n_dropped, was_long = request.n_tokens, request.n_dropped, request.is_long
-        going = True
+        going = request.finish_reason is None
         for guess in (*chunk.guesses, None):
             logits = next(rows)  # also those that are of no use
             if going:
@@ -350,11 +362,14 @@ class Engine:
                 request.logprobs.append(logprob(logits, token, request.params.logprobs))
             request.append(token)
         except Exception as error:
-            request.finish_reason, request.error = "error", error
-        request.last_token_s = time.perf_counter()
-        request.first_token_s = request.first_token_s or request.last_token_s
-        if request.error is None:
-            self._counters.drawn(request)
+            self._failed(request, error)
+            return
+        _note_time(request)
+        self._counters.drawn(request)
+
+    def _failed(self, request: Request, error: Exception) -> None:
+        request.finish_reason, request.error = "error", error
+        _note_time(request)
 
     def _abort_all(self) -> None:
         """End everything and forget every page, since any of this may be half done."""
@@ -365,3 +380,8 @@ class Engine:
         n_preempted = self.scheduler.n_preempted
         self.scheduler = self._new_scheduler()
         self.scheduler.n_preempted = n_preempted
+
+
+def _note_time(request: Request) -> None:
+    request.last_token_s = time.perf_counter()
+    request.first_token_s = request.first_token_s or request.last_token_s

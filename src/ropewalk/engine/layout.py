@@ -11,8 +11,10 @@ from ropewalk.engine.scheduler import Chunk
 
 
 def lay_out(chunks: Sequence[Chunk]) -> StepBatch:
-    """Lay chunks out one after another; one that ends its request's tokens wants logits of the last and of the guesses
-    after it.
+    """Lay chunks out one after another.
+
+    A chunk wants the logits that score its request's prompt, then, if it ends the request's tokens, those of the last
+    token and of the guesses after it.
     """
     counts = [chunk.count + len(chunk.guesses) for chunk in chunks]
     tokens, positions = [], []
@@ -23,8 +25,9 @@ def lay_out(chunks: Sequence[Chunk]) -> StepBatch:
         tokens += [request.window[start : start + chunk.count], np.array(chunk.guesses, np.int32)]
         positions.append(np.arange(start, start + count, dtype=np.int32))
         tables[row, : len(request.pages)] = request.pages
+        end = sum(counts[: row + 1])
+        wanted += (end - count + position - start for position in request.unscored(chunk.count))
         if chunk.count == request.n_pending:
-            end = sum(counts[: row + 1])
             wanted += range(end - 1 - len(chunk.guesses), end)
     return StepBatch(
         tokens=np.concatenate(tokens),

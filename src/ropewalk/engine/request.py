@@ -81,6 +81,9 @@ class Request:
         Tokens of the output that the constraint was told; of an output that was cut or failed, not its length.
     logprobs : list of Logprob
         One for each output token if they were asked for.
+    prompt_logprobs : list of Logprob
+        One for each token of the prompt after the first, as far as it was read, if they were asked for. Of a group,
+        completion 0 has them.
     traced_steps, traced_tokens : list of StepTrace, list of TokenTrace
         What it did, if it is traced.
     arrived_s, started_s, first_token_s, last_token_s : float
@@ -117,6 +120,7 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list, repr=False)
     traced_steps: list[StepTrace] = field(default_factory=list, repr=False)
     traced_tokens: list[TokenTrace] = field(default_factory=list, repr=False)
     arrived_s: float = 0.0
@@ -153,6 +157,20 @@ class Request:
     def n_pending(self) -> int:
         """Tokens of the window that are not computed yet; the next token is drawn when there are none left."""
         return self.n_window - self.n_computed
+
+    @property
+    def n_unscored(self) -> int:
+        """Tokens of the prompt that still want a log-probability."""
+        if self.params.prompt_logprobs is None or self.index:
+            return 0
+        return self.n_prompt - 1 - len(self.prompt_logprobs)
+
+    def unscored(self, count: int) -> range:
+        """Those of its next `count` positions whose logits score the token after them."""
+        if not self.n_unscored:
+            return range(0)
+        first, end = len(self.prompt_logprobs), self.n_prompt - 1
+        return range(max(first, self.n_computed), min(end, self.n_computed + count))
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -9,7 +9,8 @@ step, it continues with the same tokens.
 A step has a budget of tokens. Every request that decodes gets its one token, the rest goes to prompts in chunks: half
 of it to the first in rank, the other half to the shortest first. So a long prompt delays its neighbours' tokens by at
 most one budget a step, a short one that comes after it is read beside it, and since the budget is no smaller than the
-batch, the first in rank always advances, at half its speed or more.
+batch, the first in rank always advances, at half its speed or more. Prompts that are scored have so many tokens in a
+step together as it may have rows of logits for them; they get these in order of rank.
 
 The first in rank never waits for pages: all others would give up theirs first, and a sequence longer than the pool
 is refused before it gets here. So every step computes something, and everybody ends.
@@ -25,6 +26,8 @@ from ropewalk.engine.request import Request
 from ropewalk.engine.tables import PageTables
 from ropewalk.errors import InvalidParameterError
 
+MAX_SCORED = 64
+"""Tokens of prompts that are scored in one step: the backend keeps room for their logits, 1 MB each at most."""
 _BY_RANK = attrgetter("rank")
 
 
@@ -159,12 +162,15 @@ class Scheduler:
 
 def _shares(prompts: list[Request], budget: int) -> dict[Request, int]:
     """Tokens of each prompt in a step: of prompts of the same priority the shortest first, after half for the first."""
-    counts = dict.fromkeys(prompts, 0)
+    counts, most, rows = dict.fromkeys(prompts, 0), {}, MAX_SCORED
+    for request in prompts:
+        most[request] = min(request.n_pending, rows) if request.n_unscored else request.n_pending
+        rows -= most[request] if request.n_unscored else 0
     if prompts:
-        counts[prompts[0]] = min(prompts[0].n_pending, -(-budget // 2))
+        counts[prompts[0]] = min(most[prompts[0]], -(-budget // 2))
     left = budget - sum(counts.values())
     for request in sorted(prompts, key=lambda request: (request.rank[0], request.n_pending)):
-        more = min(request.n_pending - counts[request], left)
+        more = min(most[request] - counts[request], left)
         counts[request] += more
         left -= more
     return counts

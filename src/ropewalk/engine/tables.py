@@ -41,11 +41,11 @@ class PageTables:
     def reuse(self, request: Request, *, from_disk: bool = False) -> int:
         """Take over pages with the next tokens of a request; return how many tokens that spares.
 
-        The last known token is always left to be computed, since its logits are not kept. With `from_disk` free pages
-        are filled with what was kept there.
+        The last known token is always left to be computed, since its logits are not kept, and so is all of a prompt
+        that is scored. With `from_disk` free pages are filled with what was kept there.
         """
         before = request.n_computed
-        if before % PAGE_SIZE == 0:
+        if before % PAGE_SIZE == 0 and not request.n_unscored:
             self._reuse_kept(request, from_disk)
             self._reuse_shared(request)
         return request.n_computed - before
