@@ -57,12 +57,11 @@ from ropewalk.kernels.definition import (
 from ropewalk.kernels.jit import PART, worker
 from ropewalk.kernels.simd import (
     I8,
-    I32,
     I64,
-    emit_call,
     emit_load,
     floats,
     ints,
+    prefetch,
     store_tile,
     tile_of,
     zero_tile,
@@ -245,19 +244,6 @@ def add_group(typing_context, kind, fine, acc, slot, scales, fields, field_bytes
 
 def _emit_aligned(builder, vector, address, i):
     return emit_load(builder, vector.ir, builder.add(address, I64(_VECTOR * i)), _VECTOR)
-
-
-@intrinsic(prefer_literal=True)
-def prefetch(typing_context, address, lines):
-    """Bring lines of memory to the second-level cache; an address that is no memory does nothing."""
-
-    def emit(context, builder, sig, args):
-        for line in range(lines.literal_value):
-            at = builder.inttoptr(builder.add(args[0], I64(64 * line)), I8.as_pointer())
-            emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [at, I32(0), I32(2), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, lines), emit
 
 
 @intrinsic

@@ -31,10 +31,10 @@ from ropewalk.kernels.clock import ATTEND, meet
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.latent_attention import put_latent_int8, put_latent_query_int8, value_offset
 from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
-from ropewalk.kernels.products import helped
 from ropewalk.kernels.simd import call, load_f32, load_i32
 from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import Job, Layer
+from ropewalk.kernels.tiles import helped
 
 SPAN_TILES = 4  # tiles that an item has at most
 

@@ -65,6 +65,7 @@ from ropewalk.kernels.simd import (
     load_u16,
     max_lane,
     maximum,
+    prefetch,
     splat,
     store_f32,
     store_floats,
@@ -413,12 +414,13 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
         pages = (last + PAGE - 1) // PAGE
         for page in range(first // PAGE, pages):
             number = load_i32(table + 4 * page)
-            k = keys + number * page_bytes
+            k, v = keys + number * page_bytes, values + number * page_bytes
             if quantized:
                 above, below = zero_ints_tile(rows), zero_ints_tile(rows)
                 low_part, fields = q + step * (head_dim // 4), q + step * (head_dim // 2)
                 for d in range(head_dim // 4):
                     four = load_bytes(k + 64 * d)
+                    prefetch(v + 64 * d, 1)
                     above = dot_rows(above, four, q + step * d)
                     below = dot_rows(below, four, low_part + step * d)
                 s = join_dots(above, below, fields, step, load_floats(k_scales + number * SCALES_BYTES))
@@ -431,6 +433,7 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
                 even, odd = zero_tile(rows), zero_tile(rows)
                 for d in range(0, head_dim, 2):
                     at = q + step * d
+                    prefetch(v + 32 * d, 1)
                     even = fma_rows(even, load_halfs(k + 32 * d), at, 4)
                     odd = fma_rows(odd, load_halfs(k + 32 * d + 32), at + step, 4)
                 s = add_tiles(even, odd)

@@ -6,7 +6,7 @@
 
 Prefill, decode and mixtures are the same: a flat list of tokens. Between two barriers the items of a phase (panels of
 16 rows, tokens, heads) are taken from a counter, so who computes what varies, and what is computed does not. The
-phases themselves are in `kernels.products` and `kernels.attend`.
+phases themselves are in `kernels.products`, `kernels.tiles` and `kernels.attend`.
 Knows nothing of files or requests; the fields of the tables are named in `kernels.tables`.
 """
 
@@ -18,7 +18,7 @@ from ropewalk.kernels.attend import attend, attend_split, normalise_rows, rotate
 from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
-from ropewalk.kernels.products import activated_to_tiles, attended_to_tiles, destinations, normalise, product
+from ropewalk.kernels.products import product
 from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, store_floats
 from ropewalk.kernels.sync import (
     BELL,
@@ -46,6 +46,7 @@ from ropewalk.kernels.tables import (
     Q,
     V,
 )
+from ropewalk.kernels.tiles import activated_to_tiles, attended_to_tiles, destinations, normalise
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 

@@ -22,18 +22,11 @@ from ropewalk.kernels.clock import meet
 from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pointwise import norm_to_tile, normalise_floats, put_group
-from ropewalk.kernels.products import (
-    PREFILL_PANELS,
-    READS_BYTES,
-    READS_FLOATS,
-    destinations,
-    multiply,
-    product,
-    tile_address,
-)
+from ropewalk.kernels.products import PREFILL_PANELS, multiply, product
 from ropewalk.kernels.simd import load_f32, load_floats, rows_at, store_floats, table_at
 from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import K_B, Q_A, V_B, Job, Latent, Layer, Matrix
+from ropewalk.kernels.tiles import READS_BYTES, READS_FLOATS, destinations, tile_address
 
 
 @inline

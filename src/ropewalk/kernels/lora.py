@@ -16,7 +16,6 @@ from numba import types
 from ropewalk.kernels import clock
 from ropewalk.kernels.clock import meet
 from ropewalk.kernels.jit import inline, worker
-from ropewalk.kernels.products import READS_FLOATS, destinations
 from ropewalk.kernels.simd import (
     fma,
     load_f32,
@@ -31,6 +30,7 @@ from ropewalk.kernels.simd import (
 )
 from ropewalk.kernels.sync import take
 from ropewalk.kernels.tables import LORA_MATRIX_FIELDS, Job, Lora, LoraMatrix
+from ropewalk.kernels.tiles import READS_FLOATS, destinations
 
 _ZERO = np.float32(0)
 

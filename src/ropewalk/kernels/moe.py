@@ -22,16 +22,7 @@ from ropewalk.kernels.clock import meet
 from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pointwise import activate, norm_to_tile, put_group
-from ropewalk.kernels.products import (
-    PREFILL_PANELS,
-    READS_BYTES,
-    READS_FLOATS,
-    activated_to_tiles,
-    multiply,
-    product,
-    tile_size,
-    with_bias,
-)
+from ropewalk.kernels.products import PREFILL_PANELS, multiply, product, tile_size
 from ropewalk.kernels.simd import (
     fma,
     load_f32,
@@ -46,6 +37,7 @@ from ropewalk.kernels.simd import (
 )
 from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import DOWN_EXPS, GATE_EXPS, ROUTER, UP_EXPS, Job, Layer, Matrix, Moe
+from ropewalk.kernels.tiles import READS_BYTES, READS_FLOATS, activated_to_tiles, with_bias
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = range(3)
 _ZERO, _ONE, _MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
