@@ -53,9 +53,9 @@ from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.moe import expert_worker
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
-from ropewalk.kernels.products import READS_FLOATS
 from ropewalk.kernels.tables import Job, Latent
 from ropewalk.kernels.team import Team, available_threads
+from ropewalk.kernels.tiles import READS_FLOATS
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import output_norm
 

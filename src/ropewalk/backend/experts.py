@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
 from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.moe import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
-from ropewalk.kernels.products import READS_FLOATS
 from ropewalk.kernels.tables import Layer, Moe
+from ropewalk.kernels.tiles import READS_FLOATS
 from ropewalk.model.config import ExpertConfig, ModelConfig
 
 SCORINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax of chosen": SOFTMAX_OF_CHOSEN}

@@ -19,7 +19,6 @@ from ropewalk.checkpoint.base import Checkpoint, TensorInfo
 from ropewalk.kernels.formats import FLOAT_KINDS, GROUP, PACKED, PANEL_ROWS
 from ropewalk.kernels.matmul import matmul_worker, tiles
 from ropewalk.kernels.pack import packer
-from ropewalk.kernels.products import READS_BYTES, READS_FLOATS
 from ropewalk.kernels.tables import (
     DOWN,
     DOWN_EXPS,
@@ -44,6 +43,7 @@ from ropewalk.kernels.tables import (
     Q,
     V,
 )
+from ropewalk.kernels.tiles import READS_BYTES, READS_FLOATS
 from ropewalk.model.config import ModelConfig
 
 PANELS_AT_A_TIME = 64
