@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ropewalk.errors import InvalidParameterError
-from ropewalk.kernels import team
+from ropewalk.kernels import sync, team
 
 
 @pytest.fixture
@@ -97,6 +97,21 @@ for _ in range(100):
 print(used)
 """
     assert float(live(smollm2, code)) < 0.01
+
+
+def test_an_idle_member_wakes_less_and_less_often(monkeypatch):
+    words = sync.new_sync(2)
+    sleeps = []
+
+    class Wake:
+        def acquire(self, timeout):
+            sleeps.append(timeout)
+            words[sync.STOP] = len(sleeps) == 13
+            return False
+
+    monkeypatch.setattr(team, "run_steps", lambda tid, words, bell, spins: bell)
+    team._serve(1, words, Wake(), ())
+    assert sleeps == [min(0.05 * 2**i, 60.0) for i in range(13)]
 
 
 def test_a_team_wakes_with_the_same_bits(smollm2):

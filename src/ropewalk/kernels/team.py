@@ -21,7 +21,8 @@ from ropewalk.kernels import sync
 from ropewalk.kernels.forward import run_steps
 from ropewalk.kernels.jit import kernel
 
-LONGEST_SLEEP_S = 0.05
+FIRST_SLEEP_S = 0.05
+LONGEST_SLEEP_S = 60.0
 MAX_THREADS_PER_CPU = 64
 
 
@@ -253,16 +254,19 @@ def _serve(tid, words, wake, tables):
     """A member's life: steps in compiled code, sleep when there are none.
 
     The bell rings in compiled code, so that an interrupt can never come between it and the caller's own part. A member
-    that fell asleep after the caller looked for sleepers finds the bell when its sleep times out.
+    that fell asleep after the caller looked for sleepers finds the bell when its sleep times out: sleeps double, so
+    that the step waits about as long as the caller took from looking to ringing, and an idle team hardly wakes.
     """
     asleep = sync.ASLEEP + sync.LINE * tid
     bell = 0
     while not read_word(words, sync.STOP):
         bell = run_steps(tid, words, *tables, bell, sync.SPINS_BEFORE_SLEEP)
         swap_word(words, asleep, 1)
+        sleep_s = FIRST_SLEEP_S
         while read_word(words, sync.BELL) == bell and not read_word(words, sync.STOP):
-            if wake.acquire(timeout=LONGEST_SLEEP_S):
+            if wake.acquire(timeout=sleep_s):
                 break
+            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
         swap_word(words, asleep, 0)
 
 
