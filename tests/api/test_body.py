@@ -3,8 +3,9 @@
 import pytest
 
 from ropewalk.api.body import checked, read_json
+from ropewalk.api.chat_request import ChatRequest, TokenizeRequest
 from ropewalk.api.errors import ApiError, as_api_error
-from ropewalk.api.requests import ChatRequest, CompletionRequest, TokenizeRequest
+from ropewalk.api.requests import CompletionRequest
 from ropewalk.api.response_request import ResponseRequest
 from ropewalk.errors import PromptError
 
@@ -123,7 +124,20 @@ class TestChecked:
             ({"prompt": [1, "a"]}, r"prompt\[[01]\]"),
             ({"prompt": "a", "suffix": "b"}, "unknown field 'suffix'"),
             ({"prompt": "a", "best_of": 3}, "best_of is only allowed equal to n"),
-            ({"prompt": "a", "echo": True, "logprobs": 1}, "cannot be combined"),
+            (
+                {"prompt": "a", "echo": True, "logprobs": 1, "stream": True},
+                "echo, logprobs and stream cannot be",
+            ),
+            (
+                {"prompt": "a", "echo": True, "logprobs": 1, "truncate_prompt_tokens": 9},
+                "echo, logprobs and truncate_prompt_tokens cannot be combined",
+            ),
+            ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs and stream cannot be"),
+            (
+                {"prompt": "a", "max_tokens": 0, "min_tokens": 2},
+                "min_tokens is more than max_tokens, which is 0",
+            ),
+            ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
             ({"prompt": ["a"] * 257}, "more than 256"),
         ],
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ropewalk.api.chat import Conversation
-from ropewalk.api.requests import ChatRequest
+from ropewalk.api.chat_request import ChatRequest
 from ropewalk.api.tools import HERMES, JSON, LLAMA, MISTRAL, ToolFormat
 from ropewalk.text.chat import ChatTemplate
 from ropewalk.text.grammar import Grammars

@@ -88,7 +88,7 @@ def test_chats_several_prompts_and_several_completions(batch):
     expected = [c for prompt in "ab" for c in toy_llm().generate(prompt, params)[0].outputs]
     for choice, alone in zip(body["choices"], expected, strict=True):
         assert choice["text"] == alone.text
-        assert len(choice["logprobs"]["tokens"]) == len([i for i in alone.token_ids if i != END])
+        assert len(choice["logprobs"]["tokens"]) == len(alone.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,11 @@ def test_names_of_the_model(batch):
 
 
 def test_max_tokens_for_those_that_do_not_say(batch):
-    answers, _, _ = batch([completion("own"), completion("none", max_tokens=None)], max_tokens=7)
+    lines = [completion("own"), completion("none", max_tokens=None), completion("zero", max_tokens=0)]
+    answers, _, _ = batch(lines, max_tokens=7)
     assert answers["own"]["body"]["usage"]["completion_tokens"] == 5
     assert answers["none"]["body"]["usage"]["completion_tokens"] == 7
+    assert answers["zero"]["body"]["usage"]["completion_tokens"] == 0
 
 
 def test_a_request_that_fails_while_it_runs_fails_alone(batch):

@@ -208,7 +208,7 @@ class TestStream:
     def test_the_last_words(self, smol):
         """I2: read as text."""
         body = {"messages": HI, "max_tokens": 2, "stream": True}
-        with httpx.stream("POST", f"{smol.url}/v1/chat/completions", json=body) as response:
+        with httpx.stream("POST", f"{smol.url}/v1/chat/completions", json=body, timeout=300) as response:
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
             events = response.read().decode().split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
@@ -265,10 +265,10 @@ class TestLogprobs:
         options = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 6, "seed": 2}
         choice = client.completions.create(**options, logprobs=2).choices[0]
         logprobs = choice.logprobs
-        assert "".join(logprobs.tokens) == choice.text
-        assert [
-            choice.text[at : at + len(t)] for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)
-        ] == logprobs.tokens
+        *tokens, end = logprobs.tokens
+        assert ("".join(tokens), end) == (choice.text, "<|im_end|>")
+        spans = zip(logprobs.text_offset, tokens, strict=False)
+        assert [choice.text[at : at + len(token)] for at, token in spans] == tokens
         for token, value, top in zip(
             logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
         ):
@@ -279,6 +279,78 @@ class TestLogprobs:
         ]
         assert [t for piece in pieces if piece for t in piece.tokens] == logprobs.tokens
         assert [t for piece in pieces if piece for t in piece.text_offset] == logprobs.text_offset
+
+    @pytest.mark.parametrize("max_tokens", [0, 1])
+    def test_of_an_echoed_prompt(self, client, smol, max_tokens):
+        """What EleutherAI's harness reads: a score for each token but the first, then what was generated."""
+        context, rest = "The capital of France is", " Paris. It lies on the"
+        ids = smol.llm.encode(context + rest)
+        n_context = len(smol.llm.encode(context))
+        (score,) = smol.llm.score(ids[:n_context], [ids[n_context:]])
+        for prompts in ([context + rest, "A"], [ids, smol.llm.encode("A")]):
+            answer = client.completions.create(
+                model="smol",
+                prompt=prompts,
+                echo=True,
+                logprobs=1,
+                max_tokens=max_tokens,
+                temperature=0,
+            )
+            choice, short = answer.choices
+            found = choice.logprobs
+            assert answer.usage.completion_tokens == 2 * max_tokens
+            assert answer.usage.prompt_tokens == len(ids) + 1
+            assert (len(found.tokens), len(short.logprobs.tokens)) == (len(ids) + max_tokens, 1 + max_tokens)
+            assert "".join(found.tokens) == choice.text
+            assert choice.text.startswith(context + rest)
+            spans = zip(found.text_offset, found.tokens, strict=True)
+            assert [choice.text[at : at + len(token)] for at, token in spans] == found.tokens
+            assert found.token_logprobs[0] is found.top_logprobs[0] is None
+            scored = slice(n_context, len(ids))
+            assert found.token_logprobs[scored] == pytest.approx(score.logprobs, abs=1e-9)
+            pairs = list(zip(found.token_logprobs, found.top_logprobs, strict=True))[scored]
+            assert all(value == max(top.values()) for value, top in pairs) == score.is_greedy
+            assert (choice.finish_reason, short.finish_reason) == ("length", "length")
+
+    def test_of_an_echoed_prompt_with_special_tokens(self, client):
+        """They are in the text of the prompt; the end token of the answer is none of its text, but is counted."""
+        answer = client.completions.create(
+            model="smol", prompt="<|im_start|>a", echo=True, logprobs=0, logit_bias={"0": 100}, temperature=0
+        )
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason) == ("<|im_start|>a", "stop")
+        assert choice.logprobs.tokens == ["<|im_start|>", "a", "<|endoftext|>"]
+        assert choice.logprobs.text_offset == [0, 12, 13]
+        assert [len(top or ()) for top in choice.logprobs.top_logprobs] == [0, 1, 1]
+
+    def test_no_tokens_streamed(self, client):
+        options = {"model": "smol", "prompt": "A B", "echo": True, "max_tokens": 0, "stream": True}
+        (first, last) = list(client.completions.create(**options))
+        assert (first.choices[0].text, last.choices[0].text) == ("A B", "")
+        assert last.choices[0].finish_reason == "length"
+
+    def test_of_prompts_as_vllm_has_them(self, client, smol):
+        ids = smol.llm.encode("The capital of France is Paris")
+        completion = client.completions.create(
+            model="smol", prompt=ids, logprobs=0, max_tokens=1, extra_body={"prompt_logprobs": 2}
+        )
+        chat = client.chat.completions.create(
+            model="smol", messages=HI, max_tokens=1, extra_body={"prompt_logprobs": 2}
+        )
+        of_both = (
+            (ids, completion.choices[0].prompt_logprobs),
+            (prompt_of(smol.llm, HI), chat.prompt_logprobs),
+        )
+        for tokens, (first, *others) in of_both:
+            (score,) = smol.llm.score(tokens[:1], [tokens[1:]])
+            assert first is None
+            own = [each[str(token)] for each, token in zip(others, tokens[1:], strict=True)]
+            assert [each["logprob"] for each in own] == pytest.approx(score.logprobs, abs=1e-9)
+            text = "".join(each["decoded_token"] for each in own)
+            assert text == smol.llm.decode(tokens[1:], skip_special=False)
+            n_rivals = [len(each) - 1 for each in others]
+            assert n_rivals == [1 if each["rank"] <= 2 else 2 for each in own]
+        assert len(completion.choices[0].logprobs.tokens) == 1
 
     def test_bytes_of_split_characters(self, client):
         """E1, I6: a token that is half a character is spelled by its bytes."""
@@ -751,6 +823,21 @@ class TestTokens:
         shorter = smol.post("/tokenize", {"messages": HI, "add_generation_prompt": False}).json()
         assert answer["tokens"][: shorter["count"]] == shorter["tokens"]
         assert shorter["count"] < answer["count"]
+
+    def test_what_clients_that_count_by_themselves_ask(self, smol):
+        """EleutherAI's harness takes its tokens from here, with vLLM's names."""
+        info, tokenizer = smol.get("/tokenizer_info").json(), smol.llm.tokenizer
+        assert info == {
+            "bos_token": tokenizer.token_text(tokenizer.bos_id),
+            "eos_token": tokenizer.token_text(tokenizer.eos_id),
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "chat_template": smol.llm.chat_template.source,
+            "model_max_length": smol.llm.context_length,
+        }
+        for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+            body = {"prompt": info[name], "add_special_tokens": False}
+            assert smol.post("/tokenize", body).json()["tokens"] == [token]
 
     def test_a_token_that_the_model_lacks(self, smol):
         answer = smol.post("/detokenize", {"tokens": [10**6]})

@@ -62,7 +62,16 @@ def test_what_is_described(smol):
             "/v1/models",
             "/v1/models/{model}",
         ),
-        *("/tokenize", "/detokenize", "/health", "/metrics", "/version", "/machine", "/openapi.json"),
+        *(
+            "/tokenize",
+            "/detokenize",
+            "/tokenizer_info",
+            "/health",
+            "/metrics",
+            "/version",
+            "/machine",
+            "/openapi.json",
+        ),
     }
     served = {route.path.replace(":path", "") for route in smol.endpoints.routes()}
     assert served - page.PATHS == set(described["paths"])

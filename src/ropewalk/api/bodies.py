@@ -64,6 +64,18 @@ class CalledFunctionBody(TypedDict):
     arguments: str
 
 
+class PromptLogprob(TypedDict):
+    """A token that stands, or might have stood, at one place of a prompt; 1 is the rank of the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""`prompt_logprobs`, as vLLM has them: for each token of the prompt, by token id; null for the first."""
+
+
 class ToolCallBody(TypedDict):
     """A call; `index` only in deltas."""
 
@@ -105,6 +117,7 @@ class ChatBody(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChunkChoice(TypedDict):
@@ -132,11 +145,11 @@ class ChatChunk(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """`logprobs` of a completion: lists of one item a token."""
+    """`logprobs` of a completion: lists of one item a token; null for the first token of a prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -148,6 +161,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     seed: NotRequired[int | None]
+    prompt_logprobs: NotRequired[PromptLogprobs]
     dropped_tokens: NotRequired[int]
     trace: NotRequired[list[dict[str, Any]]]
 
@@ -194,6 +208,17 @@ class DetokenizeBody(TypedDict):
     """Of /detokenize."""
 
     prompt: str
+
+
+class TokenizerBody(TypedDict):
+    """Of /tokenizer_info, as vLLM has it: what a client needs that renders chats and counts tokens by itself."""
+
+    bos_token: str | None
+    eos_token: str | None
+    add_bos_token: bool
+    add_eos_token: bool
+    chat_template: str | None
+    model_max_length: int
 
 
 class ModelBody(TypedDict):

@@ -17,10 +17,10 @@ from ropewalk.api.bodies import (
     new_id,
 )
 from ropewalk.api.body import checked
+from ropewalk.api.chat_request import ChatRequest, ToolChoice
 from ropewalk.api.choices import ChoicesTask
 from ropewalk.api.errors import ApiError
-from ropewalk.api.logprobs import chat_logprob
-from ropewalk.api.requests import ChatRequest, ToolChoice
+from ropewalk.api.logprobs import chat_logprob, prompt_logprobs
 from ropewalk.api.tasks import Find, Job, Structure, check_length, make_job, structure_of
 from ropewalk.api.tools import MISTRAL, ToolFormat
 from ropewalk.api.traces import of_chunk, of_completion
@@ -159,6 +159,7 @@ class ChatTask(ChoicesTask):
         params = request.sampling_params(
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
             adapters=self.llm.adapters,
         )
         constraint = conversation.constraint(structure_of(request, request.response_format))
@@ -170,7 +171,10 @@ class ChatTask(ChoicesTask):
     def body(self, outputs: Sequence[RequestOutput]) -> Any:
         """The whole answer."""
         (output,) = outputs
-        return self.whole([self._choice(completion) for completion in output.outputs], outputs)
+        answer = self.whole([self._choice(completion) for completion in output.outputs], outputs)
+        if (n_top := self.jobs[0].params.prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(output, self.llm.tokenizer, n_top)
+        return answer
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         reader = self.conversation.reader()

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ropewalk.api.bodies import FINGERPRINT, Event, FinishReason, new_id, now
-from ropewalk.api.requests import ChatRequest, CompletionRequest
+from ropewalk.api.chat_request import ChatRequest
+from ropewalk.api.requests import CompletionRequest
 from ropewalk.api.tasks import Find, Task
 from ropewalk.outputs import RequestOutput
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ropewalk.api.body import checked
+from ropewalk.api.chat_request import ChatRequest
 from ropewalk.api.errors import ApiError
-from ropewalk.api.requests import Body, ChatRequest, JsonObject, NotStored
+from ropewalk.api.requests import Body, JsonObject, NotStored
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

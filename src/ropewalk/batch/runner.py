@@ -144,7 +144,8 @@ class BatchRunner:
         body = line.body
         if body.get("stream"):
             raise ApiError("stream: a batch has no streams; leave it out", param="stream")
-        if self._max_tokens is not None and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+        said = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        if self._max_tokens is not None and said == [None, None]:
             body = {**body, "max_tokens": self._max_tokens}
         return make_task(line.url, body, self._find)
 

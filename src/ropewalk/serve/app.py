@@ -17,12 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ropewalk import __version__
-from ropewalk.api.bodies import DetokenizeBody, MachineBody, ModelsBody, TokenizeBody
+from ropewalk.api.bodies import DetokenizeBody, MachineBody, ModelsBody, TokenizeBody, TokenizerBody
 from ropewalk.api.body import checked
 from ropewalk.api.chat import Conversation
+from ropewalk.api.chat_request import ChatRequest, TokenizeRequest
 from ropewalk.api.embeddings import EmbeddingTask
 from ropewalk.api.errors import ApiError, as_api_error
-from ropewalk.api.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
+from ropewalk.api.requests import DetokenizeRequest
 from ropewalk.api.tasks import Task, check_length, make_task
 from ropewalk.outputs import RequestOutput
 from ropewalk.serve import page
@@ -78,6 +79,7 @@ class Endpoints:
         gets = {
             "/v1/models": self.list_models,
             "/v1/models/{model:path}": self.one_model,
+            "/tokenizer_info": self.tokenizer_info,
             "/health": self.health,
             "/metrics": self.show_metrics,
             "/version": self.version,
@@ -167,6 +169,25 @@ class Endpoints:
         _, llm = self.models.find(body.model)
         text = await self._in_thread(lambda ids: llm.decode(ids, skip_special=False), body.tokens)
         return JSONResponse(DetokenizeBody(prompt=text))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What a client needs to know of the first model's tokenizer."""
+        _, llm = self.models.find(None)
+        tokenizer, template = llm.tokenizer, llm.chat_template
+        bos, eos = (
+            None if token is None else tokenizer.token_text(token)
+            for token in (tokenizer.bos_id, tokenizer.eos_id)
+        )
+        return JSONResponse(
+            TokenizerBody(
+                bos_token=bos,
+                eos_token=eos,
+                add_bos_token=tokenizer.add_bos,
+                add_eos_token=tokenizer.add_eos,
+                chat_template=None if template is None else template.source,
+                model_max_length=llm.context_length,
+            )
+        )
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

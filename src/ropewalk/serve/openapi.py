@@ -10,13 +10,8 @@ from pydantic.json_schema import models_json_schema
 
 from ropewalk import __version__
 from ropewalk.api import bodies
-from ropewalk.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
+from ropewalk.api.chat_request import ChatRequest, TokenizeRequest
+from ropewalk.api.requests import CompletionRequest, DetokenizeRequest, EmbeddingRequest
 from ropewalk.api.response_request import ResponseRequest
 
 POSTS: dict[str, tuple[str, type[BaseModel], Any, Any]] = {
@@ -30,6 +25,7 @@ POSTS: dict[str, tuple[str, type[BaseModel], Any, Any]] = {
 GETS: dict[str, tuple[str, Any, str]] = {
     "/v1/models": ("The models of this server", bodies.ModelsBody, "application/json"),
     "/v1/models/{model}": ("One of them", bodies.ModelBody, "application/json"),
+    "/tokenizer_info": ("The first model's tokenizer", bodies.TokenizerBody, "application/json"),
     "/health": ("Whether the server can answer", None, "application/json"),
     "/metrics": ("Metrics for Prometheus", None, "text/plain"),
     "/version": ("The version of Ropewalk", None, "application/json"),

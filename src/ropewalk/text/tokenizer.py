@@ -45,6 +45,7 @@ class Tokenizer:
     ----------
     vocab_size : number of tokens; ids are 0 to vocab_size - 1.
     bos_id : id of the token that begins a text, or None.
+    eos_id : id of the token that ends a text, or None.
     eos_ids : ids of all tokens that end a generation.
     add_bos, add_eos : whether `encode` puts BOS before and EOS after a text by default.
     add_space_prefix : whether a text is encoded as if a space came before it.
@@ -58,7 +59,7 @@ class Tokenizer:
             ByteLevelBPE(vocab, metadata) if vocab.model == "gpt2" else SentencePiece(vocab, metadata)
         )
         self.vocab_size = len(vocab.tokens)
-        self.bos_id = vocab.bos_id
+        self.bos_id, self.eos_id = vocab.bos_id, vocab.eos_id
         self.eos_ids = vocab.end_ids
         self.add_space_prefix = self._encoder.add_space_prefix
         self.add_bos = flag(metadata, "add_bos_token", self._encoder.add_bos)
@@ -137,8 +138,8 @@ class Tokenizer:
             if ids[:1] == [self.bos_id]:
                 warnings.warn("the prompt starts with the BOS token and gets another one", stacklevel=2)
             ids.insert(0, self.bos_id)
-        if add_special and self.add_eos and self._vocab.eos_id is not None:
-            ids.append(self._vocab.eos_id)
+        if add_special and self.add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continuation: bool = False) -> str:
