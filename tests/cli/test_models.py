@@ -163,3 +163,21 @@ def test_inspect_a_model_that_cannot_run_and_wants_to_command_the_terminal(ropew
     assert "[red]name" in result.stdout
     assert "not supported" in result.stdout
     assert "mamba" in result.stdout
+
+
+def test_inspect_shows_what_a_file_suggests(ropewalk, tmp_path):
+    """It is not applied, so there must be a place to find it."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "a.gguf", "mamba")
+    writer.add_float32("general.sampling.temp", 0.7)
+    writer.add_int32("general.sampling.top_k", 20)
+    writer.add_string("general.sampling.sequence", "kp")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = ropewalk("inspect", tmp_path / "a.gguf")
+    assert "suggested      temp 0.7, top_k 20\n" in result.stdout
+    facts = json.loads(ropewalk("inspect", tmp_path / "a.gguf", "--json").stdout)
+    assert facts["suggested_sampling"] == {"temp": 0.7, "top_k": 20}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,12 +61,23 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensor_types": {name: {"tensors": counts[name], "bytes": n} for name, n in sizes.most_common()},
         "model": _model(checkpoint),
         "tokenizer": _tokenizer(checkpoint),
+        "suggested_sampling": _suggested(metadata),
         "chat_template": template if isinstance(template, str) else None,
     }
 
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+def _suggested(metadata: Mapping[str, object]) -> dict[str, int | float]:
+    """Settings that the model's makers suggest, by GGUF's names. They are shown alone: ours are the same everywhere."""
+    start = "general.sampling."
+    return {
+        key.removeprefix(start): float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in metadata.items()
+        if key.startswith(start) and isinstance(value, int | float)
+    }
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -131,6 +143,8 @@ def show(facts: dict[str, Any]) -> None:
     else:
         lines |= _model_lines(model)
     lines["tokenizer"] = tokenizer.get("unsupported") or _tokenizer_line(tokenizer)
+    if suggested := facts["suggested_sampling"]:
+        lines["suggested"] = ", ".join(f"{name} {value:g}" for name, value in suggested.items())
     for name, value in lines.items():
         lines[name] = one_line(value)
     types = [(n, f"{t['tensors']}", byte_size(t["bytes"])) for n, t in facts["tensor_types"].items()]
