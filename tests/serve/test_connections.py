@@ -11,6 +11,7 @@ from ropewalk.errors import InvalidParameterError
 from ropewalk.serve.options import ServerOptions
 from ropewalk.serve.server import bind, check_certificate
 
+PATIENCE_S = 300.0
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "ignore_eos": True, "seed": 1}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -24,7 +25,7 @@ def connect(server, data=b"", *, buffer=None):
     made = socket.socket()
     if buffer is not None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    made.settimeout(10)
+    made.settimeout(PATIENCE_S)
     made.connect(("127.0.0.1", server.port))
     made.sendall(data)
     return made
@@ -42,8 +43,8 @@ def rest(connection):
     return data
 
 
-def wait_until(condition, what, seconds=10.0):
-    end = time.monotonic() + seconds
+def wait_until(condition, what):
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, f"not in time: {what}"
         time.sleep(0.01)
@@ -53,30 +54,61 @@ def answers(server):
     return server.post("/v1/chat/completions", {**CHAT, "max_tokens": 3}).status_code == 200
 
 
-class TestStalled:
-    @pytest.fixture(autouse=True)
-    def impatience(self, monkeypatch):
-        monkeypatch.setattr("ropewalk.serve.protocol.LOOK_S", 0.1)
+def connections(server):
+    return server.server.server_state.connections
 
+
+def other_side(server, connection):
+    """The server's end of a connection, once it is there."""
+    port = connection.getsockname()[1]
+    found = []
+    wait_until(
+        lambda: found.extend(each for each in list(connections(server)) if each.client[1] == port) or found,
+        "the connection is there",
+    )
+    return found[0]
+
+
+def look(server):
+    """Look after every connection, as the server does by itself every half minute."""
+    server.on_loop(lambda: [each._look() for each in list(connections(server))])
+
+
+def small_buffers(server):
+    """Have the kernel keep little of an answer for connections to come."""
+    for listening in server.server.servers[0].sockets:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
+
+
+class TestStalled:
     @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", HEAD])
-    def test_who_does_not_finish_a_head_is_cut(self, toy, sent):
+    def test_who_does_not_finish_a_head_is_cut(self, toy, sent, monkeypatch):
         server = toy()
-        assert rest(connect(server, sent)) == b""
+        with monkeypatch.context() as patch:
+            patch.setattr("ropewalk.serve.protocol.LOOK_S", 0.1)
+            assert rest(connect(server, sent)) == b""
         assert answers(server)
 
     def test_so_is_who_begins_a_second_one(self, toy):
         """uvicorn stops its own clock when the first byte of the next request comes."""
         server = toy()
+        server.server.config.timeout_keep_alive = PATIENCE_S
         connection = connect(server, post(max_tokens=2))
         assert b"200 OK" in connection.recv(2**16)
+        ours = other_side(server, connection)
+        wait_until(lambda: ours.timeout_keep_alive_task, "uvicorn waits for the next request")
         connection.sendall(b"GET /hea")
+        wait_until(lambda: not ours.timeout_keep_alive_task, "the next request has begun")
+        look(server)
+        look(server)
         assert b"HTTP/1.1" not in rest(connection)
 
     def test_who_waits_for_an_answer_is_not(self, toy):
-        server = toy()
-        server.llm.backend.free.clear()
+        server = toy(held_after=1)
         connection = connect(server, post(max_tokens=2))
-        time.sleep(0.4)
+        wait_until(lambda: server.llm.backend.steps == 2, "the answer is under way")
+        for _ in range(4):
+            look(server)
         server.llm.backend.free.set()
         assert b"200 OK" in connection.recv(2**16)
         connection.close()
@@ -85,26 +117,40 @@ class TestStalled:
     def test_who_takes_nothing_of_an_answer_is_cut(self, toy, requests):
         """Also while several are pipelined, and the second cannot begin to be sent."""
         server = toy(context_length=512, kv_tokens=1024)
-        tall = post(max_tokens=400, stream=True, trace=20) if requests == 1 else None
+        small_buffers(server)
+        tall = post(max_tokens=400, stream=True, logprobs=True, top_logprobs=12) if requests == 1 else None
         connection = connect(
             server, tall or b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * requests, buffer=1
         )
-        time.sleep(0.2)
-        wait_until(lambda: not server.server.server_state.connections, "the connection is cut")
+        ours = other_side(server, connection)
+        wait_until(lambda: ours.transport.get_write_buffer_size(), "more of an answer than the kernel takes")
+
+        def cut():
+            look(server)
+            return not connections(server)
+
+        wait_until(cut, "the connection is cut")
         connection.close()
         assert server.becomes_idle()
 
     def test_who_takes_it_slowly_gets_it_whole(self, toy):
+        """Between two looks a part of what waits for the client is taken."""
         server = toy()
+        small_buffers(server)
         expected = server.get("/openapi.json").content
         many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10
         connection = connect(server, many, buffer=2**14)
+        ours = other_side(server, connection)
+        wait_until(lambda: ours.cycle, "the first answer is under way")
         data = b""
         while data.count(expected) < 10:
-            piece = connection.recv(2**14)
-            assert piece, "the server cut the connection"
-            data += piece
-            time.sleep(0.02)
+            look(server)
+            while (ours.cycle, ours.transport.get_write_buffer_size()) == ours._seen:
+                piece = connection.recv(2**14)
+                assert piece, "the server cut the connection"
+                data += piece
+                if data.count(expected) == 10:
+                    break
         connection.close()
 
 
@@ -172,17 +218,24 @@ class TestEnd:
         head, _, body = rest(connection).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503")
         assert json.loads(body)["error"]["message"] == "the server is shutting down"
-        server.thread.join(5)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
 
     def test_nor_does_a_client_that_takes_nothing(self, toy, monkeypatch, capfd):
         monkeypatch.setattr("ropewalk.serve.running.LAST_WORD_S", 0.1)
         monkeypatch.setattr("ropewalk.serve.protocol.LOOK_S", 0.2)
-        server = toy(options=ServerOptions(grace_s=0.1), context_length=512, kv_tokens=1024, step_s=0.005)
-        connection = connect(server, post(max_tokens=400, stream=True, trace=20), buffer=1)
-        time.sleep(0.3)
+        server = toy(options=ServerOptions(grace_s=0.1), context_length=512, kv_tokens=1024)
+        small_buffers(server)
+        connection = connect(
+            server, post(max_tokens=400, stream=True, logprobs=True, top_logprobs=12), buffer=1
+        )
+        ours = other_side(server, connection)
+        wait_until(
+            lambda: not connections(server) or ours.transport.get_write_buffer_size(),
+            "there is more of an answer than the kernel takes, unless the client is cut already",
+        )
         server.server.should_exit = True
-        server.thread.join(8)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
         connection.close()
         assert "Traceback" not in capfd.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import runpy
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ class HeldReading(_TOYS["Reading"]):
 
     def forward(self, batch, cache):
         self.entered.set()
-        self.free.wait(20)
+        self.free.wait(300)
         return super().forward(batch, cache)
 
 
@@ -33,7 +34,7 @@ def test_a_long_text_does_not_hold_up_a_stream():
 
         def stream():
             body = {"prompt": [0], "max_tokens": 40, "seed": 3, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as answer:
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
                 events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
             streamed.append("".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]))
 
@@ -43,13 +44,14 @@ def test_a_long_text_does_not_hold_up_a_stream():
 
         threads = [threading.Thread(target=stream), threading.Thread(target=embed)]
         threads[0].start()
-        assert llm.backend.entered.wait(20)
+        assert llm.backend.entered.wait(300)
         threads[1].start()
         while not llm.driver._works:
             assert threads[1].is_alive()
+            time.sleep(0.001)
         llm.backend.free.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
         expected = server.post(
             "/v1/completions", {"prompt": [0], "max_tokens": 40, "seed": 3, "ignore_eos": True}
         ).json()

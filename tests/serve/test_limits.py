@@ -18,6 +18,7 @@ OPTIONS = ServerOptions(grace_s=1.0)
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "ignore_eos": True, "seed": 1}
 SHORT = {**CHAT, "max_tokens": 3}
 LONG = {**CHAT, "max_tokens": 60}
+PATIENCE_S = 300.0
 
 
 def error_of(response, status):
@@ -36,12 +37,12 @@ def works(server):
 
 def send_raw(server, data, path="/v1/chat/completions"):
     return httpx.post(
-        server.url + path, content=data, headers={"content-type": "application/json"}, timeout=30
+        server.url + path, content=data, headers={"content-type": "application/json"}, timeout=PATIENCE_S
     )
 
 
-def wait_for(condition, seconds=5.0):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
@@ -51,11 +52,31 @@ def exit_at_once(*anything):
     raise SystemExit
 
 
+def ask_whole(server, body, path="/v1/chat/completions"):
+    """A connection on which a request is sent whose answer is not read."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    return connection
+
+
+def in_thread(function, *arguments, **options):
+    """Begin a call in another thread; a function that waits for its result."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function(*arguments, **options)), daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(PATIENCE_S)
+        return found[0]
+
+    return result
+
+
 class Stream:
     """A streamed request on a socket of its own, read event by event."""
 
     def __init__(self, server, body):
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
         headers = {"content-type": "application/json"}
         self.connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
         self.response = None
@@ -84,7 +105,7 @@ class Stream:
 class TestBodies:
     def test_hostile_ones(self, toy):
         """I4: each gets an error in JSON, and the next request works."""
-        server = toy(context_length=512, kv_tokens=512)
+        server = toy(context_length=512, kv_tokens=512, options=ServerOptions(body_s=PATIENCE_S, grace_s=1.0))
         for data in (
             b"",
             b'{"messages": [',
@@ -106,7 +127,7 @@ class TestBodies:
 
     def test_one_of_100_mb(self, toy):
         """I4."""
-        server = toy()
+        server = toy(options=ServerOptions(body_s=PATIENCE_S, grace_s=1.0))
         error = error_of(send_raw(server, b'{"a": "' + b"a" * 100_000_000 + b'"}'), 413)
         assert error["message"] == "the body is too large; this server allows 8388608 bytes"
         assert works(server)
@@ -118,12 +139,17 @@ class TestBodies:
             {"content-type": "text/plain"},
             {"content-type": "application/json", "content-encoding": "gzip"},
         ):
-            error_of(httpx.post(f"{server.url}/v1/completions", content=b"{}", headers=headers), 415)
+            error_of(
+                httpx.post(
+                    f"{server.url}/v1/completions", content=b"{}", headers=headers, timeout=PATIENCE_S
+                ),
+                415,
+            )
 
     def test_one_that_never_comes(self, toy):
         server = toy(options=ServerOptions(body_s=0.2, grace_s=1.0))
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.settimeout(10)
+            connection.settimeout(PATIENCE_S)
             lines = (
                 "POST /v1/completions HTTP/1.1",
                 "host: a",
@@ -231,12 +257,12 @@ class TestAccess:
         closed = toy()
         assert "access-control-allow-origin" not in closed.get("/health", headers=headers).headers
         open_ = toy(options=ServerOptions(cors_origins=("https://app.example",), grace_s=1.0))
-        answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers)
+        answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers, timeout=PATIENCE_S)
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         headers["access-control-request-headers"] = (
             "authorization,content-type,x-stainless-os"  # of OpenAI's client
         )
-        answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers)
+        answer = httpx.options(f"{open_.url}/v1/chat/completions", headers=headers, timeout=PATIENCE_S)
         assert (answer.status_code, "x-stainless-os" in answer.headers["access-control-allow-headers"]) == (
             200,
             True,
@@ -252,7 +278,12 @@ class TestAccess:
         pem = str(Path(__file__).parents[1] / "data/localhost.pem")
         server = toy(settings={"ssl_certfile": pem, "ssl_keyfile": pem})
         trusted = ssl.create_default_context(cafile=pem)
-        assert httpx.get(f"https://localhost:{server.port}/health", verify=trusted).status_code == 200
+        assert (
+            httpx.get(
+                f"https://localhost:{server.port}/health", verify=trusted, timeout=PATIENCE_S
+            ).status_code
+            == 200
+        )
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://localhost:{server.port}/health")
 
@@ -267,7 +298,7 @@ class TestQueue:
         server = toy(options=ServerOptions(max_queue=1, grace_s=1.0), max_batch=1)
         server.llm.backend.free.clear()
         streams = [Stream(server, LONG) for _ in range(2)]
-        wait_for(lambda: server.endpoints.models.get("toy").taken == 2)
+        wait_for(lambda: server.taken == 2)
         answer = server.post("/v1/chat/completions", SHORT)
         assert error_of(answer, 429)["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
@@ -285,32 +316,37 @@ class TestQueue:
 
     def test_a_long_prompt_holds_nobody_up(self, toy):
         """A step reads at most 32 tokens of it, so the other one gets a token in every step."""
-        server = toy(token_budget=32, context_length=512, kv_tokens=1024, step_s=0.002)
+        server = toy(token_budget=32, context_length=512, kv_tokens=1024, held_after=3)
         stream = Stream(server, {**CHAT, "max_tokens": 300})
-        for _ in range(3):
-            stream.event()
-        before = server.llm.backend.steps
-        body = {"prompt": [1] * 500, "max_tokens": 1}
-        assert server.post("/v1/completions", body).status_code == 200
-        steps = server.llm.backend.steps - before
-        assert steps >= 500 // 31
+        wait_for(lambda: server.llm.backend.steps == 4)
+        answer = in_thread(server.post, "/v1/completions", {"prompt": [1] * 500, "max_tokens": 1})
+        wait_for(lambda: server.submitted == 2)
+        server.llm.backend.free.set()
+        assert answer().status_code == 200
         assert json.loads(stream.rest()[-2])["choices"][0]["finish_reason"] == "length"
-        assert max(server.llm.backend.batch_sizes) <= 32
+        sizes = server.llm.backend.batch_sizes
+        assert sizes[4:21] == [32] * 16 + [5]  # 500 tokens, 31 in each step
+        assert (len(sizes), max(sizes[:4] + sizes[21:])) == (300, 2)  # the stream's own prompt has 2
 
 
 class TestGone:
     """I1: who is gone is not answered any more, within a step."""
 
     def test_while_it_streams(self, toy):
-        server = toy(step_s=0.005, context_length=512, kv_tokens=1024)
+        server = toy(context_length=512, kv_tokens=1024)
+        backend = server.llm.backend
         for _ in range(5):
+            backend.held_after = backend.steps + 9
             stream = Stream(server, {**CHAT, "max_tokens": 500})
             for _ in range(4):
                 stream.event()
-            steps = server.llm.backend.steps
+            wait_for(lambda: not backend.free.is_set())
             stream.close()
+            wait_for(lambda: server.taken == 0)
+            steps = backend.steps
+            backend.free.set()
             assert server.becomes_idle()
-            assert server.llm.backend.steps - steps < 100
+            assert backend.steps == steps
         assert works(server)
 
     @pytest.mark.parametrize("state", ["running", "waiting"])
@@ -320,12 +356,10 @@ class TestGone:
         first = Stream(server, {**CHAT, "max_tokens": 40}) if state == "waiting" else None
         if first:
             wait_for(lambda: server.llm.backend.steps == 1)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        body = json.dumps({**CHAT, "max_tokens": 500})
-        connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
-        wait_for(lambda: server.endpoints.models.get("toy").taken == (2 if first else 1))
+        connection = ask_whole(server, {**CHAT, "max_tokens": 500})
+        wait_for(lambda: server.submitted == server.taken == (2 if first else 1))
         connection.close()
-        wait_for(lambda: server.endpoints.models.get("toy").taken == (1 if first else 0))
+        wait_for(lambda: server.taken == (1 if first else 0))
         server.llm.backend.free.set()
         if first:
             assert first.rest()[-1] == "[DONE]"
@@ -334,34 +368,44 @@ class TestGone:
         assert works(server)
 
     def test_while_its_prompt_is_read(self, toy):
-        server = toy(token_budget=16, context_length=512, kv_tokens=1024, step_s=0.01, max_batch=1)
-        body = {"prompt": [1] * 500, "max_tokens": 5}
-        with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
-            client.post(f"{server.url}/v1/completions", json=body, timeout=0.05)
+        server = toy(token_budget=16, context_length=512, kv_tokens=1024, held_after=2, max_batch=1)
+        connection = ask_whole(server, {"prompt": [1] * 500, "max_tokens": 5}, "/v1/completions")
+        wait_for(lambda: server.llm.backend.steps == 3)
+        connection.close()
+        wait_for(lambda: server.taken == 0)
+        server.llm.backend.free.set()
         assert server.becomes_idle()
-        assert server.llm.backend.steps < 25
+        assert server.llm.backend.batch_sizes == [16] * 3
 
     def test_it_is_counted(self, toy):
-        server = toy(step_s=0.01)
+        server = toy(held_after=3)
         stream = Stream(server, {**LONG, "n": 2})
         stream.event()
+        wait_for(lambda: server.llm.backend.steps == 4)
         stream.close()
-        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:
-            client.post(f"{server.url}/v1/chat/completions", json={**LONG, "n": 2})
+        wait_for(lambda: server.taken == 0)
+        connection = ask_whole(server, {**LONG, "n": 2})
+        wait_for(lambda: server.taken == 2)
+        connection.close()
+        wait_for(lambda: server.taken == 0)
+        server.llm.backend.free.set()
         assert server.becomes_idle()
         counted = 'ropewalk:request_success_total{finished_reason="abort",model_name="toy"} 4.0'
         assert counted in server.get("/metrics").text.splitlines()
 
     def test_one_of_several_prompts(self, toy):
-        server = toy(step_s=0.005, context_length=512, kv_tokens=2048)
+        server = toy(held_after=9, context_length=512, kv_tokens=2048)
         body = {"prompt": [[1], [2], [3]], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
             for _ in zip(range(5), response.iter_lines(), strict=False):
                 pass
+        wait_for(lambda: server.taken == 0)
+        server.llm.backend.free.set()
         assert server.becomes_idle()
+        assert server.llm.backend.steps <= 11
 
     def test_a_hundred_times(self, toy):
-        server = toy(step_s=0.0005, max_batch=4)
+        server = toy(max_batch=4)
         for i in range(100):
             stream = Stream(server, LONG)
             for _ in range(i % 3):
@@ -378,7 +422,10 @@ class TestTime:
         server = toy()
         server.llm.backend.free.clear()
         with httpx.stream(
-            "POST", f"{server.url}/v1/chat/completions", json={**SHORT, "stream": True}
+            "POST",
+            f"{server.url}/v1/chat/completions",
+            json={**SHORT, "stream": True},
+            timeout=PATIENCE_S,
         ) as response:
             lines = response.iter_lines()
             while next(lines) != ": still here":
@@ -387,14 +434,23 @@ class TestTime:
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
     def test_a_request_that_takes_too_long(self, toy):
-        server = toy(options=ServerOptions(request_s=0.3, grace_s=1.0), step_s=0.02)
+        server = toy(options=ServerOptions(request_s=0.3, grace_s=1.0), held_after=4)
         error = error_of(server.post("/v1/chat/completions", LONG), 504)
         assert (error["type"], error["message"]) == ("timeout_error", "the request took longer than 0.3 s")
+        server.llm.backend.free.set()
+        assert server.becomes_idle()
+
+    def test_a_stream_that_takes_too_long_keeps_what_it_has(self, toy):
+        server = toy(options=ServerOptions(request_s=1000.0, grace_s=1.0), held_after=9)
         stream = Stream(server, LONG)
+        before = [stream.event() for _ in range(4)]
+        wait_for(lambda: server.llm.backend.steps == 10)
+        server.on_loop(lambda: [limit.reschedule(0) for limit in server.endpoints.running._limits])
         *events, last, done = stream.rest()
         assert json.loads(last)["error"]["type"] == "timeout_error"
         assert done == "[DONE]"
-        assert 2 < len(events) < 30
+        assert len(before + events) <= 10
+        server.llm.backend.free.set()
         assert server.becomes_idle()
 
     def test_limits_of_tokens(self, toy):
@@ -411,31 +467,29 @@ class TestTime:
 
 class TestEnd:
     def test_requests_under_way_may_finish(self, toy):
-        server = toy(step_s=0.005)
+        server = toy(held_after=3, options=ServerOptions(grace_s=PATIENCE_S))
         stream = Stream(server, LONG)
         stream.event()
         server.server.should_exit = True
         wait_for(lambda: server.endpoints.running.closing)
+        server.llm.backend.free.set()
         events = stream.rest()
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-        server.thread.join(5)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
 
     def test_after_the_grace_they_are_cut_with_an_error(self, toy):
-        server = toy(step_s=0.05, options=ServerOptions(grace_s=0.2))
+        server = toy(held_after=3, options=ServerOptions(grace_s=0.2))
         stream = Stream(server, LONG)
         stream.event()
-        whole = []
-        waiting = threading.Thread(target=lambda: whole.append(server.post("/v1/chat/completions", LONG)))
-        waiting.start()
-        wait_for(lambda: server.endpoints.models.get("toy").taken == 2)
+        whole = in_thread(server.post, "/v1/chat/completions", LONG)
+        wait_for(lambda: server.taken == server.submitted == 2)
         server.server.should_exit = True
         *_, last, done = stream.rest()
-        waiting.join(5)
         assert (json.loads(last)["error"]["message"], done) == ("the server is shutting down", "[DONE]")
-        error_of(whole[0], 503)
-        server.thread.join(5)
+        error_of(whole(), 503)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
 
     def test_new_ones_are_refused(self, toy):
@@ -451,10 +505,11 @@ class TestEnd:
 
     def test_the_death_of_the_engine_is_seen(self, toy):
         """Whoever waits gets an error, and /health tells."""
-        server = toy(step_s=0.01)
+        server = toy(held_after=3)
         stream = Stream(server, LONG)
         stream.event()
         server.llm.backend.forward = exit_at_once
+        server.llm.backend.free.set()
         *_, last, done = stream.rest()
         error = json.loads(last)["error"]
         assert (error["message"], error["type"], done) == (
