@@ -212,6 +212,13 @@ def test_an_int8_cache_is_exact_for_the_values_it_keeps(n, group, d):
     assert np.max(np.abs(seen - expected)) < 5e-4 * np.abs(v).max()
 
 
+@pytest.mark.parametrize("n", [256, 512])
+def test_int8_sums_have_room_for_the_largest_weights_and_values(n):
+    q, k, v = random(n, 2, 64)
+    v[:] = np.where(np.arange(64) % 2, 3.0, -3.0)
+    assert np.allclose(attend(0 * q, k, v, position=n - 1, int8=True), v[:1], rtol=1e-6)
+
+
 def rotated(r, pairs, angles, neighbours):
     """The chosen pairs of r [d] at every position [n, d], float64."""
     first, second = (dimensions[pairs] for dimensions in pair_dimensions(len(r), neighbours))

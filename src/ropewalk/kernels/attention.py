@@ -1,34 +1,14 @@
 """Attention over pages: queries of one KV head against their sequence's cached keys and values.
 
-A page holds 16 tokens. For each layer and KV head the keys of all pages lie one page after the other, then the values
-of all pages, because the hardware's prefetcher follows long streams only. Of one head a page holds:
+What is in a page and in a query tile is in `kernels.pages`. A score of an int8 cache is an exact integer sum times both
+scales. So is its sum of values: a row's weights in a partition, each an exponential times the scale of its token's
+values, become 14-bit integers with one scale.
 
-    float16   keys [head_dim, 16 tokens], already rotated; values [head_dim / 16, 16 tokens, 16]
-    int8      keys [head_dim / 4, 16 tokens, 4], raised by 128; values [head_dim / 16, 16 tokens, 16];
-              and, in an array of their own, one float32 scale for each token, [16], of the keys and of the values
-
-so that lanes are tokens for the scores and dimensions for the sums. The query heads of a group share every read, and
-in prefill those of several tokens that follow each other: together they are the rows of a query tile,
-
-    float16   float32 [head_dim, rows], rotated and scaled
-    int8      16-bit integers, as activations are in `kernels.matmul`: high bytes [head_dim / 4, rows, 4], low bytes
-              likewise; then scales float32 [rows], and the sums of the high and of the low bytes int32 [rows]
-
-where a score of an int8 cache is an exact integer sum times both scales.
-
-A large bias would set the scale of an int8 key and leave few bits for what differs from token to token. So what a
-rotary pair has in common for all keys may be missing in the cache (`backend.constant_keys` chooses), and its term is
-added to the scores: with (r0, r1) that part, (q0, q1) the query's, and t the angle of the key's position,
-
-    q . rotated(r) = cos t * (q0 r0 + q1 r1) + sin t * (q1 r0 - q0 r1)
-
-The terms of a KV head are records of TERM_BYTES: the first begins with their number (int32), each other one is the
-pair's number (int32) and r0, r1 (float32). A query's row ends with the two sums in brackets for each term, float32.
-
-The context is worked through in partitions of 256 tokens at absolute positions; each gives a partial result, for
-each head PARTIAL_FIELDS floats (maximum, sum of exponentials, then unused) and its weighted sum of values
-[head_dim]. `merge` adds partials up in ascending order (online softmax, Milakov & Gimelshein 2018), at once or after
-other threads have computed some of them: which tokens share a step or a tile, and who computes them, changes no bit.
+The context is worked through in partitions of 256 tokens at absolute positions; each gives a partial result, for each
+head PARTIAL_FIELDS floats (maximum, sum of exponentials, the scale of an int8 cache's weights, then unused) and its
+weighted sum of values [head_dim]. `merge` adds partials up in ascending order (online softmax, Milakov & Gimelshein
+2018), at once or after other threads have computed some of them: which tokens share a step or a tile, and who computes
+them, changes no bit.
 """
 
 from functools import cache
@@ -41,6 +21,7 @@ from numba.extending import intrinsic
 from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import inline, worker
+from ropewalk.kernels.pages import PAGE, SCALES_BYTES, TERM_BYTES, terms_offset
 from ropewalk.kernels.pointwise import exp, pair_of, round_within, soft_cap
 from ropewalk.kernels.simd import (
     F32,
@@ -62,31 +43,34 @@ from ropewalk.kernels.simd import (
     load_halfs,
     load_i8_as_ints,
     load_i32,
+    load_u8,
     load_u16,
     max_lane,
     maximum,
+    minimum,
     prefetch,
+    round_to_ints,
     splat,
     store_f32,
     store_floats,
     store_halfs,
     store_i8_of_ints,
     store_i32,
+    store_u8,
     store_u16,
     sum_ints,
     sum_tree,
     tile_of,
-    to_floats,
     zero_ints_tile,
     zero_tile,
 )
 
-PAGE = 16
 PARTITION = 256
 MAX_GROUP = 8  # query heads that one pass serves; larger groups take several passes
 MAX_TILE_TOKENS = 8
 PARTIAL_FIELDS = 16
 _MINUS_INFINITY = np.float32(-np.inf)
+WEIGHT_MAX = np.float32(127 * 128 + 127)  # two times seven bits, so that every CPU may take signed bytes
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -148,15 +132,6 @@ def store_rows(typing_context, tile, address, stride):
     return types.void(tile, types.int64, types.int64), emit
 
 
-TERM_BYTES = 16  # of a constant part of keys
-SCALES_BYTES = 4 * PAGE  # of the keys, or the values, of one head in one page
-
-
-def head_page_bytes(head_dim: int, quantized: bool) -> int:
-    """Bytes of the keys, or of the values, of one head in one page, scales aside."""
-    return PAGE * head_dim * (1 if quantized else 2)
-
-
 def head_passes(group: int) -> tuple[int, int]:
     """Query heads of a KV head that a full pass serves, and those of the last pass."""
     full = -(-group // -(-group // MAX_GROUP))
@@ -179,24 +154,10 @@ def scores_bytes(rows: int) -> int:
     return 4 * PARTITION * rows
 
 
-def query_row_bytes(head_dim: int) -> int:
-    """Bytes of one row of a query tile, with as many terms as there can be."""
-    return 4 * (head_dim + head_dim // 2 + 4)
-
-
 @inline
 def exp_of(x):
     """e^x of one float32."""
     return first_lane(exp(splat(x)))
-
-
-@inline
-def _largest(x, n):
-    """The greatest magnitude of n floats."""
-    largest = splat(_ZERO)
-    for d in range(0, n, 16):
-        largest = maximum(absolute(load_floats(x + 4 * d)), largest)
-    return max_lane(largest)
 
 
 @intrinsic
@@ -243,50 +204,38 @@ def join_dots(typing_context, high, low, fields, step, key_scales):
     return tile_of(floats, high.count)(high, low, types.int64, types.int64, floats), emit
 
 
-@inline
-def put_query(q, head_dim, out, step):
-    """A query head's floats into a row of a tile: `out` is the row's first element, `step` the bytes between two."""
-    for d in range(head_dim):
-        store_f32(out + step * d, load_f32(q + 4 * d))
+@intrinsic
+def dot_values(typing_context, acc, values, address, stride):
+    """acc[g] += the sums of four products of value bytes and the four weights at address + g * stride."""
+    rung = choose_rung().vectors
+
+    def emit(context, builder, sig, args):
+        acc, values, address, stride = args
+        for g in range(sig.args[0].count):
+            four = emit_load(builder, I32, builder.add(address, builder.mul(stride, I64(g))))
+            weights = builder.bitcast(emit_splat(builder, ints, four), bytes64.ir)
+            row = emit_dot4(builder, rung, builder.extract_value(acc, g), weights, values, False)
+            acc = builder.insert_value(acc, row, g)
+        return acc
+
+    return acc(acc, bytes64, types.int64, types.int64), emit
 
 
-@inline
-def put_query_int8(q, head_dim, out, step):
-    """The same as 16-bit integers, 256 * high + low, both signed bytes; the floats at q are used up."""
-    top = _largest(q, head_dim)
-    inverse = np.float32(32512) / top if top > _ZERO else _ZERO
-    sum_high, sum_low = np.int32(0), np.int32(0)
-    low_part, fields = out + step * (head_dim // 4), out + step * (head_dim // 2)
-    for d in range(0, head_dim, 16):
-        x = round_within(load_floats(q + 4 * d) * inverse, np.float32(32512))
-        at = q + 4 * d
-        store_i8_of_ints(at, (x + 128) >> 8)
-        store_i8_of_ints(at + 16, x)
-        sum_high += sum_ints(load_i8_as_ints(at))
-        sum_low += sum_ints(load_i8_as_ints(at + 16))
-        for i in range(4):
-            store_i32(out + step * (d // 4 + i), load_i32(at + 4 * i))
-            store_i32(low_part + step * (d // 4 + i), load_i32(at + 16 + 4 * i))
-    store_f32(fields, top / np.float32(32512))
-    store_i32(fields + step, sum_high)
-    store_i32(fields + 2 * step, sum_low)
+@intrinsic
+def join_values(typing_context, high, low, address, stride):
+    """(128 * high + low) * the scale at address + g * stride (float32), for each row g of a tile."""
 
+    def emit(context, builder, sig, args):
+        high, low, address, stride = args
+        result = ir.Constant(ir.ArrayType(floats.ir, sig.args[0].count), ir.Undefined)
+        for g in range(sig.args[0].count):
+            above = builder.shl(builder.extract_value(high, g), ints.constant(7))
+            exact = builder.sitofp(builder.add(above, builder.extract_value(low, g)), floats.ir)
+            scale = emit_load(builder, F32, builder.add(address, builder.mul(stride, I64(g))))
+            result = builder.insert_value(result, builder.fmul(exact, emit_splat(builder, floats, scale)), g)
+        return result
 
-@inline
-def put_terms(q, terms, half, neighbours, out, step):
-    """A query's part of the terms, for `put_query_int8`'s row `out`; to be put before, while q are floats."""
-    for i in range(load_i32(terms)):
-        term = terms + TERM_BYTES * (i + 1)
-        first, second = pair_of(q, load_i32(term), half, neighbours)
-        q0, q1, r0, r1 = load_f32(first), load_f32(second), load_f32(term + 4), load_f32(term + 8)
-        store_f32(out + step * 2 * i, q0 * r0 + q1 * r1)
-        store_f32(out + step * (2 * i + 1), q1 * r0 - q0 * r1)
-
-
-@inline
-def terms_offset(head_dim):
-    """Where terms begin in a row of an int8 query tile, in elements."""
-    return head_dim // 2 + 3
+    return tile_of(floats, high.count)(high, low, types.int64, types.int64), emit
 
 
 @inline
@@ -301,7 +250,8 @@ def softmax_partition(row, pages, low, high, cap):
         s = load_floats(row + 64 * page)
         if cap > _ZERO:
             s = soft_cap(s, cap)
-        s = keep_lanes(s, low - PAGE * page, high - PAGE * page, _MINUS_INFINITY)
+        if PAGE * page < low or PAGE * page + PAGE > high:
+            s = keep_lanes(s, low - PAGE * page, high - PAGE * page, _MINUS_INFINITY)
         store_floats(row + 64 * page, s)
         top = maximum(s, top)
     m = max_lane(top)
@@ -311,6 +261,31 @@ def softmax_partition(row, pages, low, high, cap):
         store_floats(row + 64 * page, e)
         total = total + e
     return m, sum_tree(total)
+
+
+@inline
+def weights_to_bytes(row, table, first, pages, low, high, scales):
+    """Turn a row's exponentials, times the scales of values, into 14-bit integers; gives what a unit of them is worth.
+
+    `row` is the address of the exponentials of page 0; pages `first` ... `pages` - 1 get 16 bytes of high, and 16 of
+    low seven bits, 0 for tokens that are not in low ... high - 1.
+    """
+    top = splat(_ZERO)
+    for page in range(first, pages):
+        at = row + 64 * page
+        weights = load_floats(at) * load_floats(scales + load_i32(table + 4 * page) * SCALES_BYTES)
+        if PAGE * page < low or PAGE * page + PAGE > high:
+            weights = keep_lanes(weights, low - PAGE * page, high - PAGE * page, _ZERO)
+        store_floats(at, weights)
+        top = maximum(weights, top)
+    largest = max_lane(top)
+    inverse = WEIGHT_MAX / largest if largest > _ZERO else _ZERO
+    for page in range(first, pages):
+        at = row + 64 * page
+        weights = round_to_ints(minimum(load_floats(at) * inverse, splat(WEIGHT_MAX)))
+        store_i8_of_ints(at, weights >> 7)
+        store_i8_of_ints(at + 16, weights & 127)
+    return largest / WEIGHT_MAX
 
 
 @inline
@@ -362,15 +337,21 @@ def visible(position, window, token):
 
 
 @inline
-def _row_of_values(out, values, page_bytes, table, weights, chunk, start, end, quantized):
+def _row_of_values(out, values, page_bytes, table, weights, chunk, start, end):
     """out += weights * values of tokens start ... end - 1, for one row and one chunk of 16 dimensions."""
     acc = load_floats(out)
     for token in range(start, end):
         v = values + load_i32(table + 4 * (token // PAGE)) * page_bytes
-        place = PAGE * chunk + token % PAGE
-        x = to_floats(load_i8_as_ints(v + 16 * place)) if quantized else load_halfs(v + 32 * place)
+        x = load_halfs(v + 32 * (PAGE * chunk + token % PAGE))
         acc = fma(splat(load_f32(weights + 4 * token)), x, acc)
     store_floats(out, acc)
+
+
+@inline
+def _ahead(keys, page_bytes, table, page, position):
+    """The keys of the page that stands one partition after this one; where there is none, this page's."""
+    later = page + PARTITION // PAGE
+    return keys + load_i32(table + 4 * (later if position >= PAGE * later else page)) * page_bytes
 
 
 @cache
@@ -444,11 +425,24 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
             m, total = softmax_partition(scores + stride * row, row_pages, low, high, load_f32(cap))
             store_f32(partial + partial_stride * row, m)
             store_f32(partial + partial_stride * row + 4, total)
-            if quantized:  # a value's scale multiplies its weight
-                for page in range(low // PAGE, row_pages):
-                    scale = load_floats(v_scales + load_i32(table + 4 * page) * SCALES_BYTES)
-                    weights = scores + stride * row + 64 * page
-                    store_floats(weights, load_floats(weights) * scale)
+            if quantized:
+                weights = scores + stride * row
+                unit = weights_to_bytes(weights, table, first // PAGE, pages, low, high, v_scales)
+                store_f32(partial + partial_stride * row + 8, unit)
+        if quantized:
+            for c in range(head_dim // PAGE):
+                above, below = zero_ints_tile(rows), zero_ints_tile(rows)
+                for page in range(first // PAGE, pages):
+                    v = values + load_i32(table + 4 * page) * page_bytes + 256 * c
+                    if tokens == 1:
+                        prefetch(_ahead(keys, page_bytes, table, page, position) + 256 * c, 4)
+                    for four in range(4):
+                        weights, x = scores + 64 * page + 4 * four, load_bytes(v + 64 * four)
+                        above = dot_values(above, x, weights, stride)
+                        below = dot_values(below, x, weights + 16, stride)
+                sums = join_values(above, below, partial + 8, partial_stride)
+                store_rows(sums, partial + 4 * PARTIAL_FIELDS + 64 * c, partial_stride)
+            return
         # Tokens that only some rows see are added row by row: what a row does not see must not touch it, NaN or not.
         shared_end = max(first_end, last_start)
         for c in range(head_dim // 16):
@@ -460,66 +454,21 @@ def attention_worker(heads: int, tokens: int, quantized: int) -> int:
                     low, high = visible(position, window, row // heads)
                     at, weights = out + partial_stride * row, scores + stride * row
                     end = min(last_start, high)
-                    _row_of_values(at, values, page_bytes, table, weights, c, low, end, quantized)
+                    _row_of_values(at, values, page_bytes, table, weights, c, low, end)
                 acc = load_rows(acc, out, partial_stride)
             for page in range(last_start // PAGE, (first_end + PAGE - 1) // PAGE):
                 v = values + load_i32(table + 4 * page) * page_bytes
+                if tokens == 1:
+                    prefetch(_ahead(keys, page_bytes, table, page, position) + 512 * c, 8)
                 for token in range(max(last_start, PAGE * page), min(first_end, PAGE * page + PAGE)):
                     place = PAGE * c + token - PAGE * page
-                    if quantized:
-                        sixteen = to_floats(load_i8_as_ints(v + 16 * place))
-                    else:
-                        sixteen = load_halfs(v + 32 * place)
-                    acc = fma_rows(acc, sixteen, scores + 4 * token, stride)
+                    acc = fma_rows(acc, load_halfs(v + 32 * place), scores + 4 * token, stride)
             store_rows(acc, out, partial_stride)
             if tokens > 1 and last > shared_end:
                 for row in range(heads, rows):
                     low, high = visible(position, window, row // heads)
                     at, weights = out + partial_stride * row, scores + stride * row
                     start = max(shared_end, low)
-                    _row_of_values(at, values, page_bytes, table, weights, c, start, high, quantized)
+                    _row_of_values(at, values, page_bytes, table, weights, c, start, high)
 
     return attend
-
-
-# ---- writing a token's keys and values
-
-
-@inline
-def put_key(page, slot, x, head_dim):
-    """A key's floats to lane `slot` of a float16 page; the floats at x are used up."""
-    for d in range(0, head_dim, 16):
-        store_halfs(x + 4 * d, load_floats(x + 4 * d))
-        for i in range(16):
-            store_u16(page + 2 * (PAGE * (d + i) + slot), load_u16(x + 4 * d + 2 * i))
-
-
-@inline
-def put_value(page, slot, x, head_dim):
-    """A value's floats to row `slot` of each chunk of a float16 page."""
-    for d in range(0, head_dim, 16):
-        store_halfs(page + 32 * (d + slot), load_floats(x + 4 * d))
-
-
-@inline
-def put_key_int8(page, scales, slot, x, head_dim):
-    """A key as signed bytes raised by 128, four dimensions together, and its scale; the floats at x are used up."""
-    top = _largest(x, head_dim)
-    inverse = np.float32(127) / top if top > _ZERO else _ZERO
-    store_f32(scales + 4 * slot, top / np.float32(127))
-    for d in range(0, head_dim, 16):
-        store_i8_of_ints(x + 4 * d, round_within(load_floats(x + 4 * d) * inverse, np.float32(127)) + 128)
-        for i in range(0, 16, 4):
-            store_i32(page + 16 * (d + i) + 4 * slot, load_i32(x + 4 * d + i))
-
-
-@inline
-def put_value_int8(page, scales, slot, x, head_dim):
-    """A value as signed bytes in row `slot` of each chunk, and its scale."""
-    top = _largest(x, head_dim)
-    inverse = np.float32(127) / top if top > _ZERO else _ZERO
-    store_f32(scales + 4 * slot, top / np.float32(127))
-    for d in range(0, head_dim, 16):
-        store_i8_of_ints(
-            page + 16 * (d + slot), round_within(load_floats(x + 4 * d) * inverse, np.float32(127))
-        )
