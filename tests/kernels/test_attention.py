@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ropewalk.kernels import attention as A
+from ropewalk.kernels import pages as P
 from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.simd import call
 
@@ -11,11 +12,11 @@ from ropewalk.kernels.simd import call
 @kernel
 def put(k_page, v_page, k_scales, v_scales, slot, k, v, d, int8):
     if int8:
-        A.put_key_int8(k_page, k_scales, slot, k, d)
-        A.put_value_int8(v_page, v_scales, slot, v, d)
+        P.put_key_int8(k_page, k_scales, slot, k, d)
+        P.put_value_int8(v_page, v_scales, slot, v, d)
     else:
-        A.put_key(k_page, slot, k, d)
-        A.put_value(v_page, slot, v, d)
+        P.put_key(k_page, slot, k, d)
+        P.put_value(v_page, slot, v, d)
 
 
 def attend(q, k, v, *, position, first=0, **options):
@@ -32,7 +33,7 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False,
     tokens, group, d = q.shape
     n_pages = -(-len(k) // 16)
     order = np.arange(n_pages) if order is None else order
-    size = A.head_page_bytes(d, int8)
+    size = P.head_page_bytes(d, int8)
     pages = np.full((2, n_pages, size), 0xFF, np.uint8)  # what was never written must not matter
     scales = np.full((2, n_pages, 16), np.nan, np.float32)
     for token, (key, value) in enumerate(zip(k.copy(), v.copy(), strict=True)):
@@ -47,7 +48,7 @@ def attend_tile(q, k, v, *, position, window=0, cap=0.0, order=None, int8=False,
     )
     rows = group * tokens
     scratch = np.zeros(A.scores_bytes(rows), np.uint8)
-    tile = np.zeros((rows, A.query_row_bytes(d)), np.uint8)
+    tile = np.zeros((rows, P.query_row_bytes(d)), np.uint8)
     terms, turns, neighbours = terms_of(*left_out) if left_out else (None, np.zeros((0, 0, 0)), False)
     attend_in_order(
         A.attention_worker(group, tokens, int(int8)),
@@ -98,16 +99,16 @@ def attend_in_order(
         if int8:
             at = tile.ctypes.data + 4 * row
             if terms != 0:
-                A.put_terms(query, terms, d // 2, neighbours, at + 4 * rows * A.terms_offset(d), 4 * rows)
-            A.put_query_int8(query, d, at, 4 * rows)
+                P.put_terms(query, terms, d // 2, neighbours, at + 4 * rows * P.terms_offset(d), 4 * rows)
+            P.put_query_int8(query, d, at, 4 * rows)
         else:
-            A.put_query(query, d, tile.ctypes.data + 4 * row, 4 * rows)
+            P.put_query(query, d, tile.ctypes.data + 4 * row, 4 * rows)
     state = np.zeros((tokens, group, 2), np.float32)
     for t in range(tokens):
         A.begin(out[t].ctypes.data, state[t].ctypes.data, sinks, group, d)
     for partition in range((position + tokens - 1) // A.PARTITION + 1):
         at = position - A.PARTITION * partition
-        pages = table[A.PARTITION * partition // A.PAGE :].ctypes.data
+        pages = table[A.PARTITION * partition // P.PAGE :].ctypes.data
         where = (
             tile.ctypes.data,
             4 * rows,

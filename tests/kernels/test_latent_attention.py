@@ -5,6 +5,7 @@ import pytest
 
 from ropewalk.kernels import attention as A
 from ropewalk.kernels import latent_attention as L
+from ropewalk.kernels import pages as P
 from ropewalk.kernels.jit import kernel
 from ropewalk.kernels.simd import call
 
@@ -16,7 +17,7 @@ def put(page, rope_scales, scales, slot, x, rope, d, int8):
     if int8:
         L.put_latent_int8(page, rope_scales, scales, slot, x, rope, d)
     else:
-        A.put_key(page, slot, x, d)
+        P.put_key(page, slot, x, d)
 
 
 @kernel
@@ -26,7 +27,7 @@ def put_queries(q, rope, tile, int8):
         if int8:
             L.put_latent_query_int8(q[row].ctypes.data, rope, d, tile + 4 * row, 4 * rows)
         else:
-            A.put_query(q[row].ctypes.data, d, tile + 4 * row, 4 * rows)
+            P.put_query(q[row].ctypes.data, d, tile + 4 * row, 4 * rows)
 
 
 @kernel
@@ -46,7 +47,7 @@ def attend(q, x, *, position, window=0, int8=False, order=None):
         where = (pages[at].ctypes.data, scales[0, at].ctypes.data, scales[1, at].ctypes.data)
         put(*where, token % 16, vector.ctypes.data, ROPE, D, int8)
     rows = tokens * heads
-    tile = np.zeros((rows, A.query_row_bytes(D)), np.uint8)
+    tile = np.zeros((rows, P.query_row_bytes(D)), np.uint8)
     put_queries(q.reshape(rows, D).copy(), ROPE, tile.ctypes.data, int8)
     partial = np.full((rows, A.PARTIAL_FIELDS + D), np.nan, np.float32)
     scratch, cap = np.full(A.scores_bytes(rows), 0xFF, np.uint8), np.zeros(1, np.float32)

@@ -1,4 +1,4 @@
-"""The KV cache of the CPU backend: memory for pages of 16 tokens, laid out as `kernels.attention` reads them."""
+"""The KV cache of the CPU backend: memory for pages of 16 tokens, laid out as in `kernels.pages`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from ropewalk.backend.base import PAGE_SIZE
 from ropewalk.errors import InvalidParameterError
-from ropewalk.kernels.attention import SCALES_BYTES, head_page_bytes
+from ropewalk.kernels.pages import SCALES_BYTES, head_page_bytes
 from ropewalk.model.config import ModelConfig
 
 CACHE_DTYPES = ("float16", "int8")
 
 
 class CpuCache:
-    """Keys and values of all layers, laid out as `kernels.attention` reads them.
+    """Keys and values of all layers, laid out as in `kernels.pages`.
 
     Parameters
     ----------

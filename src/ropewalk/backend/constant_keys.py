@@ -8,7 +8,7 @@ An int8 cache has one scale for all numbers of a key. Where r is large (Qwen2 ha
 the scale is r's, and little of W x is left. So r is taken out where it is large, pair by pair of rotated dimensions:
 where it exceeds LIMIT times the largest standard deviation that W x has in a dimension of that head, for which the
 components of x are taken as independent, with a variance of 1 before the norm's weight. What that changes in the
-scores is a term for each such pair (`kernels.attention`).
+scores is a term for each such pair (`kernels.pages`).
 
 Dimensions that are not rotated have the same part of every key's score, which the softmax ignores; there all of r is
 left out, unless scores are capped or compete with sinks. Keys that pass a norm of their own have no such part.
@@ -24,7 +24,7 @@ from ropewalk.backend.sources import layer_sources, layer_vectors
 from ropewalk.backend.weights import PackedWeights
 from ropewalk.checkpoint.base import Checkpoint
 from ropewalk.checkpoint.quants import dequantize
-from ropewalk.kernels.attention import TERM_BYTES
+from ropewalk.kernels.pages import TERM_BYTES
 from ropewalk.kernels.tables import K, Layer
 from ropewalk.model.config import ModelConfig
 

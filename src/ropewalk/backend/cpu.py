@@ -1,6 +1,6 @@
 """The CPU backend: weights packed once into one arena, tables of addresses, and steps run by a team of threads.
 
-Knows how pages and weights are laid out (`kernels.formats`, `kernels.attention`); knows nothing of requests.
+Knows how pages and weights are laid out (`kernels.formats`, `kernels.pages`); knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from ropewalk.kernels.attention import (
     attention_worker,
     head_passes,
     partial_bytes,
-    query_row_bytes,
     scores_bytes,
     tile_tokens,
 )
@@ -52,6 +51,7 @@ from ropewalk.kernels.latent_attention import latent_attention_worker
 from ropewalk.kernels.lora import lora_worker
 from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.moe import expert_worker
+from ropewalk.kernels.pages import query_row_bytes
 from ropewalk.kernels.pointwise import GELU, GELU_TANH, RELU2, SILU, SWIGLU_OAI
 from ropewalk.kernels.tables import Job, Latent
 from ropewalk.kernels.team import Team, available_threads

@@ -9,15 +9,14 @@ of the context is in `kernels.attention`.
 
 import numpy as np
 
-from ropewalk.kernels.attention import (
+from ropewalk.kernels.attention import PARTIAL_FIELDS, PARTITION, begin, finish, merge
+from ropewalk.kernels.clock import ATTEND, meet
+from ropewalk.kernels.jit import inline
+from ropewalk.kernels.latent_attention import put_latent_int8, put_latent_query_int8, value_offset
+from ropewalk.kernels.pages import (
     PAGE,
-    PARTIAL_FIELDS,
-    PARTITION,
     SCALES_BYTES,
     TERM_BYTES,
-    begin,
-    finish,
-    merge,
     put_key,
     put_key_int8,
     put_query,
@@ -27,9 +26,6 @@ from ropewalk.kernels.attention import (
     put_value_int8,
     terms_offset,
 )
-from ropewalk.kernels.clock import ATTEND, meet
-from ropewalk.kernels.jit import inline
-from ropewalk.kernels.latent_attention import put_latent_int8, put_latent_query_int8, value_offset
 from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
 from ropewalk.kernels.sync import chunk_of, next_of_run, take

@@ -22,12 +22,11 @@ from ropewalk.kernels.cpu import choose_rung
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pages import PAGE, SCALES_BYTES, TERM_BYTES, terms_offset
-from ropewalk.kernels.pointwise import exp, pair_of, round_within, soft_cap
+from ropewalk.kernels.pointwise import exp, soft_cap
 from ropewalk.kernels.simd import (
     F32,
     I32,
     I64,
-    absolute,
     bytes64,
     emit_fma,
     emit_load,
@@ -41,10 +40,7 @@ from ropewalk.kernels.simd import (
     load_f32,
     load_floats,
     load_halfs,
-    load_i8_as_ints,
     load_i32,
-    load_u8,
-    load_u16,
     max_lane,
     maximum,
     minimum,
@@ -53,12 +49,7 @@ from ropewalk.kernels.simd import (
     splat,
     store_f32,
     store_floats,
-    store_halfs,
     store_i8_of_ints,
-    store_i32,
-    store_u8,
-    store_u16,
-    sum_ints,
     sum_tree,
     tile_of,
     zero_ints_tile,

@@ -1,6 +1,6 @@
 """Attention over a cache that holds one vector a token, of which keys and values are made: `kernels.latent`.
 
-The key is all of the vector, [rotated part, c], the value its end, c. It is stored once, as `kernels.attention` stores
+The key is all of the vector, [rotated part, c], the value its end, c. It is stored once, as `kernels.pages` stores
 keys: lanes are tokens, for the scores and for the sums too, so a weighted sum is made lane by lane, page after page,
 and its 16 lanes are added up by a fixed tree at the end of a partition. Of a token a page holds:
 
@@ -20,21 +20,18 @@ from numba import types
 from numba.extending import intrinsic
 
 from ropewalk.kernels.attention import (
-    PAGE,
     PARTIAL_FIELDS,
     PARTITION,
-    SCALES_BYTES,
     add_tiles,
     dot_rows,
     fma_rows,
     join_dots,
-    put_key_int8,
-    put_query_int8,
     softmax_partition,
     store_rows,
     visible,
 )
 from ropewalk.kernels.jit import inline, worker
+from ropewalk.kernels.pages import PAGE, SCALES_BYTES, put_key_int8, put_query_int8
 from ropewalk.kernels.simd import (
     I64,
     emit_fma,

@@ -58,7 +58,7 @@ class Job(IntEnum):
     OUTPUT_NORM = 38  # address of float32 [hidden]
     OUTPUT_INPUT = 39  # which tiles the output matrix reads: bit 0 bytes, bit 1 floats
     CACHE_IS_INT8 = 40
-    QUERY_TILES = 41  # the rotated queries, as `kernels.attention` reads them
+    QUERY_TILES = 41  # the rotated queries, see `kernels.pages`
     MAX_PARTITIONS = 42  # of the longest context, where attention is split over its partitions; else 0
     PARTIALS = 43  # partial results of a split [n_tokens, n_kv_heads, max_partitions, group]
     CACHE_SCALES = 44  # int8 only: address of float32 [layers, KV heads, keys then values, pages, 16]
@@ -133,7 +133,7 @@ class Layer(IntEnum):
     Q_A_NORM = 40
     KV_A_NORM = 41
     K_REST = 42  # what an int8 cache keeps of K_BIAS; 0: nothing
-    K_TERMS = 43  # what it leaves out: address of terms of each KV head, see `kernels.attention`; 0: nothing
+    K_TERMS = 43  # what it leaves out: address of terms of each KV head, see `kernels.pages`; 0: nothing
     TURNS = 44  # COS and SIN for those terms: address of float32 [rope_width / 2, cosine then sine, rows]
     TURN_BYTES = 45  # of a row of cosines or sines there
 
