@@ -20,7 +20,7 @@ from ropewalk.text.chat import ChatTemplate
 _TOYS = runpy.run_path(str(Path(__file__).with_name("toy_llm.py")))
 BOS, END = _TOYS["BOS"], _TOYS["END"]
 ToyBackend, ToyTokenizer, Scripted = _TOYS["ToyBackend"], _TOYS["ToyTokenizer"], _TOYS["Scripted"]
-toy_llm, says, idle = _TOYS["toy_llm"], _TOYS["says"], _TOYS["idle"]
+toy_llm, says, idle, Reading = (_TOYS[name] for name in ("toy_llm", "says", "idle", "Reading"))
 
 SEEDED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
 
@@ -439,6 +439,29 @@ class TestLogits:
     def test_what_is_no_sequence_of_ids(self, value):
         with pytest.raises(PromptError, match="allowed: a string or a sequence of token ids"):
             toy_llm().logits(value)
+
+
+class TestWhatIsNoPrompt:
+    @pytest.mark.parametrize("texts", [3, None, b"ab", [3.5]])
+    def test_of_vectors(self, texts):
+        with pytest.raises(PromptError, match="allowed: a string or a sequence of token ids"):
+            toy_llm(Reading()).embed(texts)
+
+    @pytest.mark.parametrize("continuations", [3, None, "bc"])
+    def test_of_scores(self, continuations):
+        """A single text is no list of its letters."""
+        with pytest.raises(PromptError, match=r"continuations is .*; allowed: a sequence of them"):
+            toy_llm().score("a", continuations)
+
+
+def test_it_says_what_it_is(smollm2):
+    llm = toy_llm()
+    shown = "ToyBackend, context_length=64, cache_dtype='float16'"
+    assert repr(llm) == f"LLM({shown})"
+    llm.close()
+    assert repr(llm) == f"LLM({shown}, closed)"
+    with LLM(smollm2, context_length=64, cache_dtype="int8", quantize="q4") as llm:
+        assert repr(llm) == f"LLM({str(smollm2)!r}, Q4_1, context_length=64, cache_dtype='int8')"
 
 
 class TestChat:

@@ -18,7 +18,7 @@ from ropewalk.backend.base import Backend, Float32Array
 from ropewalk.closing import Closing
 from ropewalk.driver import Driver
 from ropewalk.engine.statistics import Statistics
-from ropewalk.errors import InvalidParameterError, warn
+from ropewalk.errors import InvalidParameterError, PromptError, warn
 from ropewalk.generation import Generation
 from ropewalk.model.config import POOLINGS
 from ropewalk.opening import Parts, open_parts, speculator_of
@@ -136,7 +136,8 @@ class LLM(Closing):
         chosen = EngineOptions(**options)
         with ExitStack() as resources:
             speculator = speculator_of(chosen, tokenizer, backend.config.vocab_size, resources)
-            llm._start(Parts(backend, tokenizer, template, adapters or {}, speculator), chosen)
+            name = type(backend).__name__
+            llm._start(Parts(backend, tokenizer, template, adapters or {}, speculator, name), chosen)
             resources.callback(backend.close)
             llm._resources = resources.pop_all()
         return llm
@@ -150,8 +151,14 @@ class LLM(Closing):
         self._speculator = parts.speculator
         self.driver = Driver(parts.new_engine(options), parts.tokenizer)
         self.context_length = self.driver.engine.context_length
+        self._shown = (
+            f"{parts.name}, context_length={self.context_length}, cache_dtype={options.cache_dtype!r}"
+        )
         self.prompts = Prompts(self.driver, parts.template)
         self._passes = Passes(parts.backend, options.cache_dtype, options.token_budget)
+
+    def __repr__(self) -> str:
+        return f"LLM({self._shown}{', closed' if self.driver.closed else ''})"
 
     # Generating.
 
@@ -316,11 +323,22 @@ class LLM(Closing):
             Put the model's BOS token first (and EOS last), if the model wants it.
         parse_special : bool
             Recognise special tokens in the text; False takes them as plain letters.
+
+        Raises
+        ------
+        PromptError
+            If it is no text.
         """
         return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of token ids, without special tokens unless `skip_special` is False."""
+        """Return the text of token ids, without special tokens unless `skip_special` is False.
+
+        Raises
+        ------
+        PromptError
+            If one of them is not of the vocabulary.
+        """
         return self.tokenizer.decode(token_ids, skip_special=skip_special)
 
     def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> Float32Array:
@@ -377,6 +395,8 @@ class LLM(Closing):
         PromptError
             If context or a continuation has no tokens, too many together, or some outside the vocabulary.
         """
+        if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
+            raise PromptError(f"continuations is {continuations!r}; allowed: a sequence of them")
         pairs = [self.prompts.context_and_rest(context, continuation) for continuation in continuations]
         scores: dict[int, Score] = {}
         number = self.driver.engine.admission.adapter_number(adapter)

@@ -6,6 +6,7 @@ What can be refused is refused before the weights are packed, which takes a whil
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Parts:
         Names of the backend's low-rank adapters, in its order, and what tells the content of each from any other's.
     speculator : Speculator or None
         What guesses tokens.
+    name : str
+        What the model was called, and the type of most of its weights.
     """
 
     backend: Backend
@@ -42,6 +45,7 @@ class Parts:
     template: ChatTemplate | None
     adapters: Mapping[str, str]
     speculator: Speculator | None
+    name: str
 
     def new_engine(self, options: EngineOptions) -> Engine:
         """Return an engine of the sizes that the options ask for."""
@@ -113,7 +117,16 @@ def open_parts(model: str | os.PathLike[str], options: LLMOptions, resources: Ex
     )
     resources.callback(backend.close)
     digests = {name: lora.digest for name, lora in loras.items()}
-    return Parts(backend, tokenizer, template, digests, speculator)
+    name = f"{os.fspath(model)!r}, {_weight_type(checkpoint)}"
+    return Parts(backend, tokenizer, template, digests, speculator, name)
+
+
+def _weight_type(checkpoint: Checkpoint) -> str:
+    """The tensor type that most bytes are of."""
+    sizes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.format.name] += tensor.n_bytes
+    return sizes.most_common(1)[0][0]
 
 
 def speculator_of(

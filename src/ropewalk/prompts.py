@@ -151,8 +151,10 @@ class Prompts:
 
     def several_ids(self, texts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each of several texts, or of one."""
-        several: Any = texts if not isinstance(texts, str) and _is_several(texts) else [texts]
-        return [self.checked_ids(self.encode(text) if isinstance(text, str) else text) for text in several]
+        return [
+            self.checked_ids(self.encode(text) if isinstance(text, str) else text)
+            for text in _several_prompts(texts)
+        ]
 
     def context_and_rest(self, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
         """Token ids of a context, and of what follows it."""
@@ -243,11 +245,6 @@ def _together(prompts: list[Any], params: Any, priority: Any) -> Iterable[tuple[
         if len(values) != len(prompts):
             raise InvalidParameterError(f"there are {len(values)} {name} for {len(prompts)} prompts")
     return zip(prompts, params, priority, strict=True)
-
-
-def _is_several(texts: Any) -> bool:
-    """Whether it is texts, not the token ids of one."""
-    return not (len(texts) and isinstance(texts[0], int | np.integer))
 
 
 def _check_kind(ids: object) -> None:

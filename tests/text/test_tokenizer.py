@@ -384,6 +384,20 @@ def test_ids_outside_the_vocabulary_are_refused():
             tokenizer.decode([i])
 
 
+def test_what_is_no_text_or_no_ids_is_refused():
+    tokenizer = Tokenizer.from_metadata(bpe())
+    for text in (3, None, ["a"]):
+        with pytest.raises(PromptError, match=r"a text is .*; allowed: a string"):
+            tokenizer.encode(text)
+    for ids in (3, None, "x", b"x"):
+        with pytest.raises(PromptError, match=r"token ids are .*; allowed: a sequence of integers"):
+            tokenizer.decode(ids)
+    for ids in ([1.0], ["a"], [True]):
+        with pytest.raises(PromptError, match=r"token id .* is no integer"):
+            tokenizer.decode(ids)
+    assert tokenizer.decode(np.array([1, 2], np.int32)) == tokenizer.decode([1, 2])
+
+
 def test_e4_a_prompt_that_brings_its_own_start_token_gets_another_and_a_warning():
     """E4: what the user typed is kept, as llama.cpp keeps it, but not in silence."""
     tokenizer = Tokenizer.from_metadata(spm(SMALL))

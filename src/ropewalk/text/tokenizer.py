@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from ropewalk.errors import PromptError
 from ropewalk.text.bytelevel import ByteLevelBPE
@@ -119,10 +120,16 @@ class Tokenizer:
             User-defined tokens are read in either case.
         continuation : the text goes on after other tokens, so no space is put before it.
 
+        Raises
+        ------
+        PromptError : it is no text.
+
         Warns
         -----
         UserWarning : the text itself starts with the BOS token that is added; the ids then hold it twice.
         """
+        if not isinstance(text, str | bytes):
+            raise PromptError(f"a text is {text!r}; allowed: a string")
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         finder = self._matched_on_request if parse_special else self._matched_always
         ids: list[int] = []
@@ -154,8 +161,10 @@ class Tokenizer:
 
         Raises
         ------
-        PromptError : an id is outside the vocabulary.
+        PromptError : an id is no integer, or outside the vocabulary.
         """
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise PromptError(f"token ids are {ids!r}; allowed: a sequence of integers")
         parts: list[bytes] = []
         at_start = self.add_space_prefix and not continuation
         for i in ids:
@@ -171,11 +180,13 @@ class Tokenizer:
         return i in self._vocab.control or i in self._vocab.user_defined
 
     def token_bytes(self, i: int) -> bytes:
-        """Return the bytes that a token stands for; raises PromptError for an id outside the vocabulary.
+        """Return the bytes that a token stands for; raises PromptError unless it is one of the vocabulary.
 
         A control token gives its own spelling, whether or not `decode` would leave it out.
         """
         vocab = self._vocab
+        if isinstance(i, bool) or not isinstance(i, Integral):
+            raise PromptError(f"token id {i!r} is no integer")
         if not 0 <= i < self.vocab_size:
             raise PromptError(f"token id {i} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}")
         token = vocab.tokens[i]
