@@ -152,7 +152,7 @@ class TestChat:
             {"role": "user", "content": "Again."},
         ]
         assert (
-            client.chat.completions.create(model="smol", messages=messages, max_tokens=4)
+            client.chat.completions.create(model="smol", messages=messages, max_tokens=4, temperature=0)
             .choices[0]
             .message.content
         )
@@ -533,7 +533,11 @@ class TestTools:
         message = first.choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 25 degrees."}
         answer = client.chat.completions.create(
-            model="smol", messages=[*self.ROME, message.model_dump(), result], tools=[WEATHER], max_tokens=6
+            model="smol",
+            messages=[*self.ROME, message.model_dump(), result],
+            tools=[WEATHER],
+            max_tokens=6,
+            temperature=0,
         )
         assert answer.choices[0].message.content
 
@@ -631,7 +635,7 @@ class TestResponses:
 
     def test_structured(self, client):
         response = client.responses.parse(
-            model="smol", input="Invent a person.", text_format=TestStructured.Person
+            model="smol", input="Invent a person.", text_format=TestStructured.Person, temperature=0
         )
         assert isinstance(response.output_parsed, TestStructured.Person)
 
@@ -658,7 +662,7 @@ class TestResponses:
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
         items += [*response.model_dump(exclude_none=True)["output"], result]
         answer = client.responses.create(
-            model="smol", input=items, tools=[tool], tool_choice="none", max_output_tokens=4
+            model="smol", input=items, tools=[tool], tool_choice="none", max_output_tokens=4, temperature=0
         )
         assert answer.output[0].type == "message"
 
@@ -789,7 +793,9 @@ class TestTooLong:
         messages = [{"role": m["role"], "content": m["content"] * 3} for m in self.TURNS]
         with pytest.raises(openai.BadRequestError, match="at most 1023 fit"):
             client.responses.create(model="smol", input=messages, max_output_tokens=4)
-        answer = client.responses.create(model="smol", input=messages, max_output_tokens=4, truncation="auto")
+        answer = client.responses.create(
+            model="smol", input=messages, max_output_tokens=4, truncation="auto", temperature=0
+        )
         assert (answer.truncation, answer.usage.output_tokens) == ("auto", 4)
         assert answer.usage.input_tokens_details.truncated_tokens > 500
         assert answer.usage.input_tokens <= 1020
