@@ -39,6 +39,39 @@ def test_an_argument_that_must_be_given_has_no_default(ropewalk):
 
 
 @pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("n_threads is 0; allowed: at least 1", "--threads is 0; allowed: at least 1"),
+        (
+            "kv_memory is 1; allowed: as context_length, which is 2",
+            "--kv-memory is 1; allowed: as --context, which is 2",
+        ),
+        ("cache_dtype is 'a'; allowed: b", "--cache-type is 'a'; allowed: b"),
+        ("top_p is 2; allowed: 1", "top_p is 2; allowed: 1"),
+        ("--kv-memory is 1; my_kv_memory is 2", "--kv-memory is 1; my_kv_memory is 2"),
+        ("keep_tokens is None; allowed: an integer, or None", "keep_tokens is None; allowed: an integer"),
+    ],
+)
+def test_errors_speak_of_the_options_that_a_verb_has(message, told):
+    assert words.as_options(message, ["threads", "context", "cache_type", "kv_memory"]) == told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("-c", "9999"), "--context is 9999; allowed: 2 ... 8192, the model's"),
+        (("-t", "99999"), "--threads is 99999; allowed: 1 ..."),
+        (("--cache-type", "int4"), "--cache-type is 'int4'; allowed: float16, int8"),
+    ],
+)
+def test_what_the_model_refuses_is_told_of_options(ropewalk, smollm2, options, told):
+    """What only the opened model knows is said as what the command line itself refuses."""
+    result = ropewalk("run", smollm2, "hi", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"ropewalk: {told}")
+
+
+@pytest.mark.parametrize(
     ("kind", "low", "high", "text", "number"),
     [
         (int, None, None, "-3", -3),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import typer
 
+from ropewalk.cli.words import as_options
 from ropewalk.errors import InvalidParameterError, RopewalkError, TruncationWarning
 
 # Characters that change the order in which a line is read; harmless in prose, a disguise in a name.
@@ -104,13 +106,16 @@ def byte_size(n_bytes: float) -> str:
 def verb(function: Callable[..., None]) -> Callable[..., None]:
     """A verb with each of its endings turned into an exit status (see `ropewalk.cli.main`)."""
 
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> None:
         for stream in (sys.stdout, sys.stderr):
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="replace")  # an ASCII terminal must not stop an answer
         try:
-            with ending(), warnings.catch_warnings():
+            with ending(names), warnings.catch_warnings():
                 warnings.simplefilter("always", TruncationWarning)
                 warnings.showwarning = _tell_warning
                 function(*args, **options)
@@ -122,13 +127,22 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def ending() -> Iterator[None]:
-    """Turn what ends a program into SystemExit with its status, told in a line on stderr. Our own faults pass."""
+def ending(options: Iterable[str] = ()) -> Iterator[None]:
+    """Turn what ends a program into SystemExit with its status, told in a line on stderr. Our own faults pass.
+
+    Parameters
+    ----------
+    options : iterable of str
+        Names of the parameters that are options: an error about one of them calls it so.
+    """
     try:
         yield
+    except InvalidParameterError as error:
+        tell(f"ropewalk: {one_line(as_options(str(error), options))}")
+        raise SystemExit(2) from None
     except RopewalkError as error:
         tell(f"ropewalk: {one_line(error)}")
-        raise SystemExit(2 if isinstance(error, InvalidParameterError) else 1) from None
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         tell("")
         raise SystemExit(130) from None

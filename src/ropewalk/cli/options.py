@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ropewalk.cli.words import as_options
 from ropewalk.errors import InvalidParameterError
 from ropewalk.options import DEFAULT_MODEL as DEFAULT_MODEL
 from ropewalk.options import LLMOptions
@@ -48,14 +49,6 @@ def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
         return call
 
     return decorate
-
-
-def as_options(message: str, names: Iterable[str]) -> str:
-    """What `message` says of parameters in Python, said of options."""
-    for name in names:
-        message = re.sub(rf"(?<![\w-]){name} is\b", f"--{name.replace('_', '-')} is", message)
-    message = message.replace("--max-tokens is None", "--max-tokens is -1").replace(", -1 or None", ", or -1")
-    return message.removesuffix(", or None")
 
 
 def sampling(

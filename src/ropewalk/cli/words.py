@@ -8,7 +8,8 @@ an option or a verb that people know from other programs is called here. Knows n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,6 +46,7 @@ OPTIONS_ELSEWHERE = {
     "--n-gpu-layers": "there are no GPU layers: it runs on the CPU",
     "--version": "it stands before the verb: ropewalk --version",
 }
+OPTIONS_IN_PYTHON = {"threads": "n_threads", "context": "context_length", "cache_type": "cache_dtype"}
 VERBS_ELSEWHERE = {
     "generate": "run",
     "complete": "run",
@@ -63,6 +65,21 @@ VERBS_ELSEWHERE = {
     "version": "--version",
     "help": "--help",
 }
+
+
+def as_options(message: str, options: Iterable[str]) -> str:
+    """What a message says of parameters in Python, said of a verb's options.
+
+    Parameters
+    ----------
+    options : iterable of str
+        Names of the verb's parameters that are options.
+    """
+    for name in options:
+        python = OPTIONS_IN_PYTHON.get(name, name)
+        message = re.sub(rf"(?<![\w-]){python}(?=(, which)? is\b)", f"--{name.replace('_', '-')}", message)
+    message = message.replace("--max-tokens is None", "--max-tokens is -1").replace(", -1 or None", ", or -1")
+    return message.removesuffix(", or None")
 
 
 class Verb(TyperCommand):
