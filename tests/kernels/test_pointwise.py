@@ -126,7 +126,7 @@ def test_b1_rotation_of_both_layouts(neighbours, expected):
 @kernel
 def quantize(x, at, tile, token, fine):
     a, b = simd.load_floats(x), simd.load_floats(x + 64)
-    P.put_group(a, b, at, fine, 0, tile, token, 0)
+    P.put_group(a, b, (at, 0, tile, token), fine, 0)
 
 
 @pytest.mark.parametrize("fine", [False, True])
@@ -173,3 +173,16 @@ def test_float16_conversions_are_numpys():
     halves(x.ctypes.data, h.ctypes.data, y.ctypes.data, x.size)
     assert np.array_equal(h.view(np.uint16), expected.view(np.uint16))
     assert np.array_equal(y, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_rotation_of_many_pairs_and_of_what_remains(neighbours):
+    width, rng = 2 * 41, np.random.default_rng(5)
+    x, angles = rng.standard_normal(100).astype(np.float32), rng.standard_normal(41)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first = np.arange(0, width, 2) if neighbours else np.arange(width // 2)
+    second = first + (1 if neighbours else width // 2)
+    expected = x.copy()
+    expected[first], expected[second] = x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin
+    rotate(x.ctypes.data, cos.ctypes.data, sin.ctypes.data, width, neighbours)
+    assert np.array_equal(x, expected)

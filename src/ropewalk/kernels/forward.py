@@ -158,11 +158,9 @@ def _logits(tid, n_threads, words, job, matrix):
     row = take(words, 0)
     while row < n_logits:
         x = job[Job.X] + 4 * hidden * load_i32(job[Job.LOGIT_ROWS] + 4 * row)
-        as_bytes, as_floats, tile, place = destinations(
-            job, job[Job.OUTPUT_INPUT], True, row, n_logits, hidden // 32
-        )
+        to = destinations(job, job[Job.OUTPUT_INPUT], True, row, n_logits, hidden // 32)
         norm = (job[Job.OUTPUT_NORM], job[Job.OUTPUT_NORM_BIAS], job[Job.LAYER_NORM])
-        norm_to_tile(x, norm, hidden, eps, as_bytes, True, as_floats, tile, place)
+        norm_to_tile(x, norm, hidden, eps, True, to)
         row = take(words, 0)
     meet(tid, words, n_threads, job, clock.NORM)
     product(tid, n_threads, words, 0, job, matrix, n_logits, job[Job.LOGITS], job[Job.LOGIT_STRIDE], 0)

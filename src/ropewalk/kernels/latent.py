@@ -44,18 +44,10 @@ def _put_head(job, mla, head, token, source, groups, reads, fine):
     as_bytes, tile, place = tile_address(base, token, n_tokens, max_tile, groups * size)
     base = mla[Latent.FLOAT_TILES] + rows * groups * 128
     as_floats, _, _ = tile_address(base, token, n_tokens, max_tile, groups * 128)
+    to = (as_bytes if reads & READS_BYTES else 0, as_floats if reads & READS_FLOATS else 0, tile, place)
     for g in range(groups):
         at = source + 128 * g
-        put_group(
-            load_floats(at),
-            load_floats(at + 64),
-            as_bytes if reads & READS_BYTES else 0,
-            fine,
-            as_floats if reads & READS_FLOATS else 0,
-            tile,
-            place,
-            g,
-        )
+        put_group(load_floats(at), load_floats(at + 64), to, fine, g)
 
 
 @inline
@@ -92,11 +84,9 @@ def _compressed_to_tiles(words, job, mla, layer):
     n_tokens, width, eps = job[Job.N_TOKENS], mla[Latent.Q_RANK], load_f32(job[Job.CONSTANTS])
     token = take(words, 0)
     while token < n_tokens:
-        as_bytes, as_floats, tile, place = destinations(
-            job, layer[Layer.LATENT_Q_INPUT], True, token, n_tokens, width // 32
-        )
+        to = destinations(job, layer[Layer.LATENT_Q_INPUT], True, token, n_tokens, width // 32)
         x = mla[Latent.COMPRESSED] + 4 * width * token
-        norm_to_tile(x, (layer[Layer.Q_A_NORM], 0, 0), width, eps, as_bytes, True, as_floats, tile, place)
+        norm_to_tile(x, (layer[Layer.Q_A_NORM], 0, 0), width, eps, True, to)
         token = take(words, 0)
 
 

@@ -178,7 +178,7 @@ def _group(job, moe, number):
 
 @inline
 def _pair(job, moe, pair, groups, reads):
-    """A pair's expert, its row, and where its tiles are: addresses (0 where not read), tile size, place."""
+    """A pair's expert, its row, and where its tiles are, for `put_group`."""
     e = np.int64(load_i32(moe[Moe.CHOSEN] + 4 * pair))
     count, first = np.int64(load_i32(moe[Moe.COUNTS] + 4 * e)), np.int64(load_i32(moe[Moe.FIRSTS] + 4 * e))
     local, max_tile = np.int64(load_i32(moe[Moe.ROWS] + 4 * pair)), job[Job.MAX_TILE]
@@ -186,7 +186,7 @@ def _pair(job, moe, pair, groups, reads):
     at = (first + start) * groups
     as_bytes = moe[Moe.BYTE_TILES] + at * TOKEN_GROUP_BYTES if reads & READS_BYTES else 0
     as_floats = moe[Moe.FLOAT_TILES] + at * 128 if reads & READS_FLOATS else 0
-    return e, first + local, as_bytes, as_floats, tile_size(count - start, max_tile), local - start
+    return e, first + local, (as_bytes, as_floats, tile_size(count - start, max_tile), local - start)
 
 
 @inline
@@ -198,10 +198,8 @@ def _normalise(n_threads, words, job, moe, layer):
     pair = take(words, 0)
     while pair < n_pairs:
         x = job[Job.X] + 4 * hidden * (pair // n_used)
-        _, _, as_bytes, as_floats, tile, place = _pair(
-            job, moe, pair, hidden // 32, layer[Layer.EXPERT_INPUT]
-        )
-        norm_to_tile(x, norm, hidden, eps, as_bytes, False, as_floats, tile, place)
+        _, _, to = _pair(job, moe, pair, hidden // 32, layer[Layer.EXPERT_INPUT])
+        norm_to_tile(x, norm, hidden, eps, False, to)
         pair = take(words, 0)
 
 
@@ -244,9 +242,7 @@ def _activate(n_threads, words, job, moe, layer):
     while first < n_items:
         for item in range(first, min(first + chunk, n_items)):
             pair, g = item // groups, item % groups
-            e, row, as_bytes, as_floats, tile, place = _pair(
-                job, moe, pair, groups, layer[Layer.EXPERT_DOWN_INPUT]
-            )
+            e, row, to = _pair(job, moe, pair, groups, layer[Layer.EXPERT_DOWN_INPUT])
             gate, up, at = moe[Moe.GATE] + 4 * width * row, moe[Moe.UP] + 4 * width * row, 32 * g
             gate_bias = (
                 layer[Layer.EXPERT_GATE_BIAS] + 4 * width * e if layer[Layer.EXPERT_GATE_BIAS] != 0 else 0
@@ -254,7 +250,7 @@ def _activate(n_threads, words, job, moe, layer):
             up_bias = layer[Layer.EXPERT_UP_BIAS] + 4 * width * e if layer[Layer.EXPERT_UP_BIAS] != 0 else 0
             a = activate(with_bias(gate, gate_bias, at), with_bias(up, up_bias, at), kind)
             b = activate(with_bias(gate, gate_bias, at + 16), with_bias(up, up_bias, at + 16), kind)
-            put_group(a, b, as_bytes, False, as_floats, tile, place, g)
+            put_group(a, b, to, False, g)
         first = take(words, 0) * chunk
 
 

@@ -6,10 +6,14 @@ values. Arguments are addresses. The layout of a tile of activations is in `kern
 
 import numpy as np
 
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline
+from ropewalk.kernels.rows import ROWS, TILE_ROWS, quantize_rows, quantize_rows_fine, stack, sum_rows
 from ropewalk.kernels.simd import (
+    ROUNDER,
     absolute,
     bits_of,
+    evens,
     float_of_bits,
     fma,
     load_f32,
@@ -17,17 +21,23 @@ from ropewalk.kernels.simd import (
     max_lane,
     maximum,
     minimum,
+    odds,
     round_to_ints,
     splat,
+    square_root,
     store_f32,
     store_floats,
     store_i8_of_ints,
     store_i32,
     sum_ints,
     sum_tree,
-    to_floats,
+    zero_below,
+    zip_high,
+    zip_low,
 )
 
+_ROUNDER = np.float32(ROUNDER)
+_ROUNDER_BITS = np.int64(_ROUNDER.view(np.int32))
 ZERO, ONE, TWO, HALF = (np.float32(x) for x in (0, 1, 2, 0.5))
 SILU, GELU_TANH, GELU, RELU2, SWIGLU_OAI = range(5)
 
@@ -51,9 +61,9 @@ _OAI_ALPHA, _OAI_BOUND = np.float32(1.702), np.float32(7)
 @inline
 def exp(x):
     """e^x within 2 ulp for x <= 88, where it saturates; below -87 exactly 0."""
-    clamped = maximum(minimum(x, splat(_EXP_MAX)), splat(_EXP_MIN))
-    whole = round_to_ints(clamped * _LOG2E)
-    n = to_floats(whole)
+    clamped = minimum(x, splat(_EXP_MAX))
+    whole = clamped * _LOG2E + _ROUNDER
+    n = whole - _ROUNDER
     r = fma(n, splat(-_LN2_HIGH), clamped)
     r = fma(n, splat(-_LN2_LOW), r)
     p = fma(splat(_C5), r, splat(_C4))
@@ -62,15 +72,10 @@ def exp(x):
     p = fma(p, r, splat(_C1))
     p = fma(p, r, splat(_C0))
     p = fma(p, r * r, r + ONE)
-    power = float_of_bits((whole + 127) << 23)
-    return zero_below(x, _EXP_MIN, p * power)
-
-
-@inline
-def zero_below(x, limit, value):
-    """`value` where x >= limit, else 0: min(1, max(0, ...)) of a step, in lanes."""
-    step = bits_of(x - limit) >> 31  # 1 where x < limit
-    return float_of_bits(bits_of(value) & (step - 1))
+    power = float_of_bits(
+        bits_of(p) + (bits_of(whole) << 23)
+    )  # p * 2^n: a normal number, where x is not below
+    return zero_below(x, _EXP_MIN, power)
 
 
 @inline
@@ -158,11 +163,17 @@ def round_within(x, limit):
 
 
 @inline
+def _round(x):
+    """x_q, half to even. Of NaN, and where max|x| is below 4e-37, it is 0 or the like: no scale fits."""
+    return bits_of(x + _ROUNDER) - _ROUNDER_BITS
+
+
+@inline
 def quantize_group(a, b, at, tile, token):
     """Put 32 activations (two vectors) into a tile's group as int8: x_q = round(x / s), s = max|x| / 127."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
     inverse = np.float32(127) / largest if largest > ZERO else ZERO
-    qa, qb = round_within(a * inverse, np.float32(127)), round_within(b * inverse, np.float32(127))
+    qa, qb = _round(a * inverse), _round(b * inverse)
     store_i8_of_ints(at + 32 * token, qa)
     store_i8_of_ints(at + 32 * token + 16, qb)
     _put_fields(at + 32 * tile + 4 * token, 4 * tile, largest / np.float32(127), sum_ints(qa), sum_ints(qb))
@@ -173,7 +184,7 @@ def quantize_group_fine(a, b, at, tile, token):
     """The same with 16 bits, s = max|x| / 32512: x_q = 256 * high + low, and both parts are signed bytes."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
     inverse = np.float32(32512) / largest if largest > ZERO else ZERO
-    qa, qb = round_within(a * inverse, np.float32(32512)), round_within(b * inverse, np.float32(32512))
+    qa, qb = _round(a * inverse), _round(b * inverse)
     high, low = at + 32 * token, at + 32 * (tile + token)
     store_i8_of_ints(high, (qa + 128) >> 8)
     store_i8_of_ints(high + 16, (qb + 128) >> 8)
@@ -191,8 +202,12 @@ def _put_fields(at, stride, s, sum_a, sum_b):
 
 
 @inline
-def put_group(a, b, as_bytes, fine, as_floats, tile, token, group):
-    """Put 32 activations into the tile(s) that the next products read; an address of 0 means not wanted."""
+def put_group(a, b, to, fine, group):
+    """Put 32 activations of a token into the tile(s) that the next products read.
+
+    `to` says where: addresses of the tile of bytes and of that of floats (0 means not wanted), their size, its place.
+    """
+    as_bytes, as_floats, tile, token = to
     if as_bytes != 0:
         if fine:
             quantize_group_fine(a, b, as_bytes + group * tile * 80, tile, token)
@@ -205,7 +220,7 @@ def put_group(a, b, as_bytes, fine, as_floats, tile, token, group):
 
 
 @inline
-def norm_to_tile(x, norm, n, eps, as_bytes, fine, as_floats, tile, token):
+def norm_to_tile(x, norm, n, eps, fine, to):
     """Normalise one token's n floats, unless there are no weights, and put them into tiles."""
     mean, scale = ZERO, ONE
     if norm[0] != 0:
@@ -214,7 +229,72 @@ def norm_to_tile(x, norm, n, eps, as_bytes, fine, as_floats, tile, token):
         a, b = load_floats(x + 128 * g), load_floats(x + 128 * g + 64)
         if norm[0] != 0:
             a, b = normed(x, 32 * g, norm, mean, scale), normed(x, 32 * g + 16, norm, mean, scale)
-        put_group(a, b, as_bytes, fine, as_floats, tile, token, g)
+        put_group(a, b, to, fine, g)
+
+
+@inline
+def put_rows(rows, stride, to, fine, group, groups):
+    """`put_group` for 16 tokens, whose 32 activations lie `stride` bytes apart; `to` is the first one's."""
+    as_bytes, as_floats, tile, place = to
+    if as_bytes != 0:
+        size = tile * (FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES)
+        if fine:
+            quantize_rows_fine(rows, stride, as_bytes + size * group, tile, place, size * groups)
+        else:
+            quantize_rows(rows, stride, as_bytes + size * group, tile, place, size * groups)
+    if as_floats != 0:
+        for r in range(ROWS):
+            token = (r // TILE_ROWS * groups + group) * tile + place + r % TILE_ROWS
+            store_floats(as_floats + 128 * token, load_floats(rows + stride * r))
+            store_floats(as_floats + 128 * token + 64, load_floats(rows + stride * r + 64))
+
+
+def _make_activate_rows(activation):
+    @inline
+    def activate_rows(gate, up, stride, out):
+        """activation(gate) * up of 32 floats of each of 16 rows, `stride` bytes apart; those of `out` touch."""
+        for r in range(ROWS):
+            for i in (0, 64):
+                at = stride * r + i
+                store_floats(out + 128 * r + i, activation(load_floats(gate + at)) * load_floats(up + at))
+
+    return activate_rows
+
+
+silu_rows, gelu_tanh_rows = _make_activate_rows(silu), _make_activate_rows(gelu_tanh)
+
+
+@inline
+def norm_rows(x, norm, n, eps, fine, to):
+    """`norm_to_tile` for 16 tokens; `to` is as in `put_rows`."""
+    groups = n // 32
+    if norm[0] == 0:
+        for g in range(groups):
+            put_rows(x + 128 * g, 4 * n, to, fine, g, groups)
+        return
+    sums, means, scales, rows = stack(1024), stack(64), stack(64), stack(2048)
+    mean = splat(ZERO)
+    if norm[2] != 0:
+        for r in range(ROWS):
+            total = splat(ZERO)
+            for i in range(0, n, 16):
+                total = total + load_floats(x + 4 * (n * r + i))
+            store_floats(sums + 64 * r, total)
+        mean = sum_rows(sums) / splat(np.float32(n))
+    store_floats(means, mean)
+    for r in range(ROWS):
+        squares, mean_r = splat(ZERO), splat(load_f32(means + 4 * r))
+        for i in range(0, n, 16):
+            v = load_floats(x + 4 * (n * r + i)) - mean_r
+            squares = fma(v, v, squares)
+        store_floats(sums + 64 * r, squares)
+    store_floats(scales, splat(ONE) / square_root(sum_rows(sums) / splat(np.float32(n)) + eps))
+    for g in range(groups):
+        for r in range(ROWS):
+            mean_r, scale = load_f32(means + 4 * r), load_f32(scales + 4 * r)
+            for i in (0, 16):
+                store_floats(rows + 128 * r + 4 * i, normed(x + 4 * n * r, 32 * g + i, norm, mean_r, scale))
+        put_rows(rows, 128, to, fine, g, groups)
 
 
 @inline
@@ -227,7 +307,21 @@ def pair_of(x, i, half, neighbours):
 def rotate(x, cos, sin, width, neighbours):
     """Rotate the first `width` floats in place by the angles whose cosines and sines are given (width / 2 each)."""
     half = width // 2
-    for i in range(half):
+    whole = half // 16 * 16
+    for i in range(0, whole, 16):
+        c, s = load_floats(cos + 4 * i), load_floats(sin + 4 * i)
+        if neighbours:
+            a, b = load_floats(x + 8 * i), load_floats(x + 8 * i + 64)
+            x0, x1 = evens(a, b), odds(a, b)
+            y0, y1 = x0 * c - x1 * s, x1 * c + x0 * s
+            store_floats(x + 8 * i, zip_low(y0, y1))
+            store_floats(x + 8 * i + 64, zip_high(y0, y1))
+        else:
+            first, second = x + 4 * i, x + 4 * (i + half)
+            x0, x1 = load_floats(first), load_floats(second)
+            store_floats(first, x0 * c - x1 * s)
+            store_floats(second, x1 * c + x0 * s)
+    for i in range(whole, half):
         first, second = pair_of(x, i, half, neighbours)
         c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
         x0, x1 = load_f32(first), load_f32(second)

@@ -25,6 +25,8 @@ from ropewalk.kernels.jit import inline
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
 LANES = 16
+ROUNDER = 1.5 * 2**23
+"""x + ROUNDER has no bits for a fraction: |x| < 2^22 is rounded half to even, and the low bits are the integer."""
 
 
 class Vector(types.Type):
@@ -232,6 +234,7 @@ splat = _make_unary(floats, types.float32, lambda b, x: emit_splat(b, floats, x)
 splat_int = _make_unary(ints, types.int32, lambda b, x: emit_splat(b, ints, x))
 to_floats = _make_unary(floats, ints, lambda b, x: b.sitofp(x, floats.ir))
 absolute = _make_unary(floats, floats, lambda b, x: emit_call(b, "llvm.fabs.v16f32", floats.ir, [x]))
+square_root = _make_unary(floats, floats, lambda b, x: emit_call(b, "llvm.sqrt.v16f32", floats.ir, [x]))
 bits_of = _make_unary(ints, floats, lambda b, x: b.bitcast(x, ints.ir))
 float_of_bits = _make_unary(floats, ints, lambda b, x: b.bitcast(x, floats.ir))
 sum_ints = _make_unary(
@@ -260,7 +263,7 @@ def fma(typing_context, a, b, c):
     return floats(floats, floats, floats), emit
 
 
-def _emit_select_greater(builder, a, b):
+def emit_greater(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -269,7 +272,7 @@ def maximum(typing_context, a, b):
     """The greater of a and b, lane by lane; b where either is NaN."""
 
     def emit(context, builder, sig, args):
-        return _emit_select_greater(builder, *args)
+        return emit_greater(builder, *args)
 
     return floats(floats, floats), emit
 
@@ -282,6 +285,26 @@ def minimum(typing_context, a, b):
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[0], args[1])
 
     return floats(floats, floats), emit
+
+
+def _make_shuffle(lanes, doc):
+    @intrinsic
+    def shuffle(typing_context, a, b):
+        def emit(context, builder, sig, args):
+            return builder.shuffle_vector(*args, ir.Constant(ints.ir, lanes))
+
+        return floats(floats, floats), emit
+
+    shuffle.__doc__ = doc
+    return shuffle
+
+
+evens = _make_shuffle(list(range(0, 32, 2)), "Lanes 0, 2, 4 ... of a and of b.")
+odds = _make_shuffle(list(range(1, 32, 2)), "Lanes 1, 3, 5 ... of a and of b.")
+zip_low = _make_shuffle([16 * (i & 1) + i // 2 for i in range(16)], "Lanes 0 ... 7 of a and b by turns.")
+zip_high = _make_shuffle(
+    [16 * (i & 1) + i // 2 + 8 for i in range(16)], "Lanes 8 ... 15 of a and b by turns."
+)
 
 
 def _fold(builder, value, combine):
@@ -314,12 +337,24 @@ def max_lane(typing_context, value):
     """The greatest of the 16 lanes."""
 
     def emit(context, builder, sig, args):
-        return _fold(builder, args[0], _emit_select_greater)
+        return _fold(builder, args[0], emit_greater)
 
     return types.float32(floats), emit
 
 
 first_lane = _make_unary(types.float32, floats, lambda b, x: b.extract_element(x, I32(0)))
+
+
+@intrinsic
+def zero_below(typing_context, x, limit, value):
+    """`value` where x is not below the limit, else 0."""
+
+    def emit(context, builder, sig, args):
+        x, limit, value = args
+        below = builder.fcmp_ordered("<", x, emit_splat(builder, floats, limit))
+        return builder.select(below, floats.constant(0.0), value)
+
+    return floats(floats, types.float32, floats), emit
 
 
 @intrinsic

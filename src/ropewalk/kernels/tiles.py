@@ -8,16 +8,23 @@ the numbers is in `kernels.pointwise`.
 from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.pointwise import (
+    GELU_TANH,
     ONE,
+    SILU,
     activate,
     add_scaled,
     add_to,
+    gelu_tanh_rows,
+    norm_rows,
     norm_to_tile,
     normalise_floats,
     put_group,
+    put_rows,
+    silu_rows,
 )
 from ropewalk.kernels.products import tile_size
-from ropewalk.kernels.simd import load_f32, load_floats, splat
+from ropewalk.kernels.rows import ROWS, stack
+from ropewalk.kernels.simd import load_f32, load_floats, splat, store_floats
 from ropewalk.kernels.sync import MAX_HELPED, chunk_of, next_of_run
 from ropewalk.kernels.tables import Job, Layer
 
@@ -53,33 +60,54 @@ def destinations(job, reads, fine, token, n_tokens, groups):
 
 
 @inline
+def _finish_branch(job, token, bias, post_norm):
+    """Add a token's branch in Y to X, after its bias and norm."""
+    hidden = job[Job.HIDDEN]
+    x, y = job[Job.X] + 4 * hidden * token, job[Job.Y] + 4 * hidden * token
+    if bias != 0:
+        add_to(y, bias, hidden)
+    if post_norm != 0:
+        normalise_floats(y, (post_norm, 0, job[Job.LAYER_NORM]), hidden, load_f32(job[Job.CONSTANTS]))
+    add_scaled(x, y, load_f32(job[Job.CONSTANTS] + 20), hidden)
+
+
+@inline
+def _norm_tokens(job, first, last, before, norm, reads, fine):
+    """`normalise` for some tokens; 16 at once where there are so many."""
+    n_tokens, hidden, eps = job[Job.N_TOKENS], job[Job.HIDDEN], load_f32(job[Job.CONSTANTS])
+    in_y, bias, post_norm = before
+    if in_y:
+        for token in range(first, last):
+            _finish_branch(job, token, bias, post_norm)
+    if reads == 0:
+        return
+    token = first
+    while token < last:
+        x = job[Job.X] + 4 * hidden * token
+        to = destinations(job, reads, fine, token, n_tokens, hidden // 32)
+        if token % ROWS == 0 and token + ROWS <= last:
+            norm_rows(x, norm, hidden, eps, fine, to)
+            token += ROWS
+        else:
+            norm_to_tile(x, norm, hidden, eps, fine, to)
+            token += 1
+
+
+@inline
 def normalise(tid, n_threads, words, job, before, norm, reads, fine):
     """Finish the branch before, then norm into tiles, unless nothing reads them.
 
     `before` says whether there is a branch in Y, and its bias and post-norm; `norm` is what `norm_to_tile` takes.
     """
-    n_tokens, hidden = job[Job.N_TOKENS], job[Job.HIDDEN]
-    eps, scale = load_f32(job[Job.CONSTANTS]), load_f32(job[Job.CONSTANTS] + 20)
-    in_y, bias, post_norm = before
+    n_tokens = job[Job.N_TOKENS]
     chunk, n_helped = chunk_of(n_tokens, n_threads), helped(n_tokens)
+    if n_tokens >= ROWS * n_threads:
+        chunk = (chunk + ROWS - 1) // ROWS * ROWS
     n_chunks = (n_tokens + chunk - 1) // chunk
     number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
     while number < n_chunks:
         first = number * chunk
-        for token in range(first, min(first + chunk, n_tokens)):
-            x = job[Job.X] + 4 * hidden * token
-            if in_y:
-                y = job[Job.Y] + 4 * hidden * token
-                if bias != 0:
-                    add_to(y, bias, hidden)
-                if post_norm != 0:
-                    normalise_floats(y, (post_norm, 0, job[Job.LAYER_NORM]), hidden, eps)
-                add_scaled(x, y, scale, hidden)
-            if reads != 0:
-                as_bytes, as_floats, tile, place = destinations(
-                    job, reads, fine, token, n_tokens, hidden // 32
-                )
-                norm_to_tile(x, norm, hidden, eps, as_bytes, fine, as_floats, tile, place)
+        _norm_tokens(job, first, min(first + chunk, n_tokens), before, norm, reads, fine)
         number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
@@ -87,16 +115,23 @@ def normalise(tid, n_threads, words, job, before, norm, reads, fine):
 def attended_to_tiles(tid, n_threads, words, job, reads):
     n_tokens, width = job[Job.N_TOKENS], job[Job.OUT_WIDTH]
     groups = width // 32
-    chunk, n_helped = chunk_of(n_tokens * groups, n_threads), helped(n_tokens)
-    n_chunks = (n_tokens * groups + chunk - 1) // chunk
+    n_items = (n_tokens + ROWS - 1) // ROWS * groups
+    chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
+    n_chunks = (n_items + chunk - 1) // chunk
     number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
     while number < n_chunks:
         first = number * chunk
-        for item in range(first, min(first + chunk, n_tokens * groups)):
-            token, g = item // groups, item % groups
+        for item in range(first, min(first + chunk, n_items)):
+            token, g = item // groups * ROWS, item % groups
             at = job[Job.OUT_SOURCE] + 4 * width * token + 128 * g
-            as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
-            put_group(load_floats(at), load_floats(at + 64), as_bytes, False, as_floats, tile, place, g)
+            if token + ROWS <= n_tokens:
+                to = destinations(job, reads, False, token, n_tokens, groups)
+                put_rows(at, 4 * width, to, False, g, groups)
+            else:
+                for t in range(token, n_tokens):
+                    to = destinations(job, reads, False, t, n_tokens, groups)
+                    put_group(load_floats(at), load_floats(at + 64), to, False, g)
+                    at += 4 * width
         number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
@@ -118,20 +153,44 @@ def _activated(job, biases, at, i):
 
 
 @inline
+def _activate_rows(job, biases, width, token, g, rows):
+    """A group of activations of 16 tokens, float32 [16, 32]."""
+    at = 4 * width * token + 128 * g
+    gate, up = job[Job.GATE] + at, job[Job.UP] + at
+    is_plain = job[Job.IS_GATED] and biases[0] == 0 and biases[1] == 0
+    if is_plain and job[Job.ACTIVATION] == SILU:
+        silu_rows(gate, up, 4 * width, rows)
+    elif is_plain and job[Job.ACTIVATION] == GELU_TANH:
+        gelu_tanh_rows(gate, up, 4 * width, rows)
+    else:
+        for r in range(ROWS):
+            for i in (0, 16):
+                a = _activated(job, biases, 4 * width * (token + r), 32 * g + i)
+                store_floats(rows + 128 * r + 4 * i, a)
+
+
+@inline
 def activated_to_tiles(tid, n_threads, words, job, layer):
     """activation(gate) * up, into tiles."""
     n_tokens, width, reads = job[Job.N_TOKENS], layer[Layer.FFN], layer[Layer.DOWN_INPUT]
-    biases = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS])
+    biases, rows = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS]), stack(2048)
     groups = width // 32
-    chunk, n_helped = chunk_of(n_tokens * groups, n_threads), helped(n_tokens)
-    n_chunks = (n_tokens * groups + chunk - 1) // chunk
+    n_items = (n_tokens + ROWS - 1) // ROWS * groups
+    chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
+    n_chunks = (n_items + chunk - 1) // chunk
     number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
     while number < n_chunks:
         first = number * chunk
-        for item in range(first, min(first + chunk, n_tokens * groups)):
-            token, g = item // groups, item % groups
-            at = 4 * width * token
-            a, b = _activated(job, biases, at, 32 * g), _activated(job, biases, at, 32 * g + 16)
-            as_bytes, as_floats, tile, place = destinations(job, reads, False, token, n_tokens, groups)
-            put_group(a, b, as_bytes, False, as_floats, tile, place, g)
+        for item in range(first, min(first + chunk, n_items)):
+            token, g = item // groups * ROWS, item % groups
+            if token + ROWS <= n_tokens:
+                _activate_rows(job, biases, width, token, g, rows)
+                put_rows(
+                    rows, 128, destinations(job, reads, False, token, n_tokens, groups), False, g, groups
+                )
+            else:
+                for t in range(token, n_tokens):
+                    at = 4 * width * t
+                    a, b = _activated(job, biases, at, 32 * g), _activated(job, biases, at, 32 * g + 16)
+                    put_group(a, b, destinations(job, reads, False, t, n_tokens, groups), False, g)
         number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
