@@ -1,5 +1,6 @@
 """Whole models: mixes are those of real files, files are read again, nothing is overwritten, loading quantizes."""
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from ropewalk import LLM
 from ropewalk.checkpoint.base import open_checkpoint
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.mixes import MIXES, Place, format_for, mix_named, place_of
-from ropewalk.checkpoint.quants import FORMATS
+from ropewalk.checkpoint.quants import FORMATS, all_finite
 from ropewalk.checkpoint.writer import NewTensor, header, write_gguf
 from ropewalk.cli.app import build
 from ropewalk.encoder import encode_rows
@@ -236,6 +237,27 @@ def test_what_a_format_cannot_hold_is_refused_by_the_tensors_name(tmp_path, smal
         assert list(tmp_path.iterdir()) == [path]
         quantize_model(model, out, MIXES["Q4_K_M"])
     assert abs(open_gguf(out).tensor("blk.1.ffn_up.weight")[3, 5] / 70000 - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("F32", "x"), ("F16", "x"), ("BF16", "x"), ("Q4_1", "m"), ("Q6_K", "d")]
+)
+def test_numbers_that_are_copied_must_be_finite(tmp_path, name, field):
+    """What is quantized anew is looked at as well; of what stays as it is nothing was."""
+    fmt = FORMATS[name]
+    blocks = np.zeros((3, 256 // fmt.block_size), fmt.layout)
+    path, out = tmp_path / "m.gguf", tmp_path / "o.gguf"
+    tensor = NewTensor("blk.0.ffn_up.weight", (3, 256), fmt)
+    for nan in (False, True):
+        if nan:
+            blocks[field][2, 0] = 0x7FC0 if name == "BF16" else np.nan
+        rows = blocks.view(np.uint8)
+        assert all_finite(rows, fmt) is not nan
+        write_gguf(path, {"general.architecture": "llama"}, [tensor], [[rows]])
+        refusal = pytest.raises(UnsupportedModelError, match=r"tensor blk\.0\.ffn_up\.weight: NaN or an inf")
+        with open_checkpoint(path) as model, refusal if nan else contextlib.nullcontext():
+            quantize_model(model, out, MIXES[name], overwrite=True)
+    assert np.array_equal(open_gguf(out).tensor(tensor.name), np.zeros((3, 256)))
 
 
 def test_devices_and_the_model_itself_are_never_replaced(tmp_path, small):

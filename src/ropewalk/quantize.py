@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ropewalk.checkpoint.base import Checkpoint, TensorInfo
 from ropewalk.checkpoint.mixes import Mix, format_for, mix_named, place_of
-from ropewalk.checkpoint.quants import BlockFormat, dequantize
+from ropewalk.checkpoint.quants import BlockFormat, all_finite, dequantize
 from ropewalk.checkpoint.writer import NewTensor, write_gguf
 from ropewalk.closing import Closing
 from ropewalk.encoder import recode, threads
@@ -35,6 +35,9 @@ Pieces = Iterator[NDArray[np.uint8]]
 PLAIN = ("F32", "F16", "BF16")
 RELEASE_BYTES = 1 << 24
 """After so many bytes of a new tensor the mapped pages of the old one are given back: a few times as many."""
+
+COPIED_BYTES = 1 << 20
+"""Of a tensor that stays as it is so many are looked at and written at a time."""
 
 
 def plan_formats(checkpoint: Checkpoint, mix: Mix) -> dict[str, BlockFormat]:
@@ -90,6 +93,8 @@ def quantize_model(
     ------
     InvalidParameterError
         The file is there, or is one that the model is read from; an importance does not fit its tensor.
+    UnsupportedModelError
+        A weight is NaN, infinite, or larger than its new format holds.
     CheckpointError
         The file cannot be written.
 
@@ -199,17 +204,19 @@ def _pieces(
     pool: ThreadPoolExecutor,
     n_threads: int,
 ) -> Pieces:
-    """A tensor's rows in its new format; as they are, where that is the old one."""
+    """A tensor's rows in its new format; as they are, where that is the old one and all numbers are finite."""
     raw = checkpoint.raw(info.name)
-    if target is info.format:
-        yield raw
-        return
     written = 0
     parts = raw.reshape(-1, *raw.shape[-2:]) if raw.ndim > 2 else raw.reshape(1, -1, raw.shape[-1])
     for i, rows in enumerate(parts):
         weights = importance[i] if importance is not None and importance.ndim > 1 else importance
+        made = (
+            _copied(rows, target)
+            if target is info.format
+            else recode(rows, info.format, target, pool, n_threads, weights)
+        )
         try:
-            for piece in recode(rows, info.format, target, pool, n_threads, weights):
+            for piece in made:
                 yield piece
                 written += piece.nbytes
                 if written >= RELEASE_BYTES:
@@ -217,6 +224,16 @@ def _pieces(
                     written = 0
         except UnsupportedModelError as e:
             raise UnsupportedModelError(f"tensor {info.name}: {e}") from None
+
+
+def _copied(rows: NDArray[np.uint8], fmt: BlockFormat) -> Pieces:
+    """Rows uint8 [rows, row_bytes] as they are, some at a time."""
+    step = max(COPIED_BYTES // rows.shape[1], 1)
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        if not all_finite(piece, fmt):
+            raise UnsupportedModelError("NaN or an infinite number is among the weights")
+        yield piece
 
 
 class Requantized(Closing):

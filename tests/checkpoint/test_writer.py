@@ -1,6 +1,8 @@
 """Writing GGUF: two independent readers get back what was written; a failure leaves nothing behind."""
 
 import errno
+import fcntl
+import os
 from pathlib import Path
 
 import gguf
@@ -47,6 +49,21 @@ def test_a_read_only_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(CheckpointError, match=r"cannot write .*m\.gguf: Read-only file system"):
         write_gguf(tmp_path / "m.gguf", METADATA, TENSORS, ([r] for r in data()))
+
+
+def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_path):
+    names = ("left", "locked", "fresh", "other")
+    left, locked, fresh, other = (
+        tmp_path / f".{'m[1]' if name != 'other' else 'n'}.gguf.{name:0>8}.part" for name in names
+    )
+    for path in (left, locked, fresh, other):
+        path.write_bytes(b"half")
+        os.utime(path, (1e9, 1e9))
+    os.utime(fresh)
+    with locked.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        write_gguf(tmp_path / "m[1].gguf", METADATA, TENSORS, ([r] for r in data()))
+    assert set(tmp_path.iterdir()) == {tmp_path / "m[1].gguf", locked, fresh, other}
 
 
 def test_our_reader_and_another_read_it(tmp_path):

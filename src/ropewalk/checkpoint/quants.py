@@ -117,6 +117,18 @@ def dequantize(raw: Bytes, fmt: BlockFormat) -> Floats:
     return out.reshape(*raw.shape[:-1], n_row_blocks * fmt.block_size)
 
 
+def all_finite(raw: Bytes, fmt: BlockFormat) -> bool:
+    """Whether no number in uint8 rows `[..., row_bytes]` is NaN or infinite.
+
+    Of blocks the scales alone are looked at: all else in them are whole numbers.
+    """
+    scales = [name for name in fmt.layout.names or () if fmt.layout[name].kind == "f"]
+    if not scales:
+        return bool(np.isfinite(dequantize(raw, fmt)).all())
+    blocks = np.ascontiguousarray(raw).reshape(-1).view(fmt.layout)
+    return all(bool(np.isfinite(blocks[name]).all()) for name in scales)
+
+
 # Unpacking. `bits` below turns bytes [n, ...] into small integers; the layouts differ only in which
 # shifts apply and in how many bytes a run has before the next shift.
 

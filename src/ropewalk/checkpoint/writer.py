@@ -1,16 +1,20 @@
 """Writing GGUF files: header first, then tensor after tensor as they come, whole at the end or not at all.
 
 The file grows under a temporary name in the target's folder and is moved to its own name by one rename once it is
-complete and on the disk. Numbers of metadata get the types that readers expect: whole numbers from 0 as uint32 (uint64
-where they need it), others as int32 or int64, floats as float32; arrays keep their own.
+complete and on the disk. What a killed process leaves of it is removed when the same file is written again. Numbers of
+metadata get the types that readers expect: whole numbers from 0 as uint32 (uint64 where they need it), others as int32
+or int64, floats as float32; arrays keep their own.
 
 This module does not know what keys and tensors mean. Source of the format: ggml's `docs/gguf.md`.
 """
 
 import contextlib
+import fcntl
+import glob
 import os
 import secrets
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,8 @@ VERSION = 3
 _ARRAY_TYPES = {
     "u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12,
 }  # fmt: skip
+JUST_MADE_S = 10.0
+"""A temporary file younger than this may be one that is about to be locked."""
 _STRING, _ARRAY, _BOOL, _F32 = 8, 9, 7, 6
 
 
@@ -128,14 +134,25 @@ def write_gguf(
             f.write(bytes(align(written, DEFAULT_ALIGNMENT) - written))
 
 
+def _remove_left(path: Path) -> None:
+    """Remove what a process left that was killed while it wrote this file: nobody has it locked any more."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????.part"):
+        with contextlib.suppress(OSError), left.open("rb") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - left.stat().st_mtime > JUST_MADE_S:
+                left.unlink()
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its place only when everything was written; devices and pipes are not replaced by one."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"cannot write {path}: it is a folder, device or pipe")
+    _remove_left(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with temporary.open("xb") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)
             yield f
             f.flush()
             os.fsync(f.fileno())
