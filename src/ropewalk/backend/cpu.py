@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ OUTPUT_VECTORS = {
     Job.OUTPUT_NORM_BIAS: "output_norm.bias",
     Job.OUTPUT_BIAS: "output.bias",
 }
+NUMBERS = (Job.POSITIONS, Job.SEQUENCES, Job.ANGLE_ROWS, Job.LOGIT_ROWS)  # of a step's tokens, int32
 MAX_TOKENS = 512  # of one pass through the layers; a longer step is run as several
 Progress = Callable[[str, float], None]
 
@@ -136,7 +138,8 @@ class CpuBackend:
         self._job = np.zeros(len(Job), np.int64)
         self._buffers: dict[Job, NDArray[Any]] = {}
         self._capacity = 0
-        self._logits = np.zeros((0, 0), np.float32)
+        self._logits = np.zeros((1, -(-config.vocab_size // 16) * 16), np.float32)
+        self._cache: weakref.ref[CpuCache] | None = None  # of the last step
         self._partials = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
         self._account = Account(self.weights, config, self._embedding[:1].nbytes)
@@ -192,17 +195,15 @@ class CpuBackend:
         """Run one step; logits float32 [m, vocab] of `batch.logit_rows`, valid until the next call."""
         with self._lock:
             n, m = len(batch.tokens), len(batch.logit_rows)
-            stride = -(-self.config.vocab_size // 16) * 16
             if m > len(self._logits):
-                self._logits = np.zeros((m, stride), np.float32)
+                self._logits = np.zeros((m, self._logits.shape[1]), np.float32)
             done = 0
             for start in range(0, n, MAX_TOKENS):
-                stop = min(start + MAX_TOKENS, n)
-                rows = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < stop)] - np.int32(
-                    start
-                )
-                logits = self._logits[done : done + len(rows)]
-                self._run(batch, cache, slice(start, stop), rows, logits, record)
+                stop, rows = min(start + MAX_TOKENS, n), batch.logit_rows
+                if n > MAX_TOKENS:
+                    rows = rows[(rows >= start) & (rows < stop)] - np.int32(start)
+                self._job[Job.LOGITS] = self._logits.ctypes.data + done * self._logits.strides[0]
+                self._run(batch, cache, slice(start, stop), rows, record)
                 done += len(rows)
             return self._logits[:m, : self.config.vocab_size]
 
@@ -213,7 +214,7 @@ class CpuBackend:
         with self._lock:
             for start in range(0, n, MAX_TOKENS):
                 stop = min(start + MAX_TOKENS, n)
-                self._run(batch, cache, slice(start, stop), rows, self._logits[:0], None)
+                self._run(batch, cache, slice(start, stop), rows, None)
                 outputs[start:stop] = self._buffers[Job.X][: stop - start]
         return output_norm(self.config, outputs, self.weights.vectors)
 
@@ -232,45 +233,25 @@ class CpuBackend:
         cache: CpuCache,
         part: slice,
         rows: NDArray[np.int32],
-        logits: Float32Array,
         record: StepRecord | None,
     ) -> None:
-        n = part.stop - part.start
-        positions = np.ascontiguousarray(batch.positions[part])
-        sequences = np.ascontiguousarray(batch.sequences[part])
-        tables = np.ascontiguousarray(batch.page_tables)
+        n, job = part.stop - part.start, self._job
+        positions, sequences = batch.positions[part], batch.sequences[part]
+        tables, last = np.ascontiguousarray(batch.page_tables), int(positions.max())
         self._grow(n)
-        self._angles.reach(int(batch.positions.max()) + 1)
-        angle_rows = np.ascontiguousarray(self._angles.rows(batch)[part])
+        self._angles.reach(last + 1)
         x = dequantize(self._embedding[batch.tokens[part]], self._embedding_format)
         x = np.multiply(x, np.float32(self.config.embedding_scale), out=self._buffers[Job.X][:n])
         if self._position_rows is not None:
             x += self._position_rows[positions]
-        attention = latent_attention_worker if self._latent else attention_worker
-        fields = {
-            Job.N_TOKENS: n,
-            Job.N_LOGITS: len(rows),
-            Job.POSITIONS: positions.ctypes.data,
-            Job.ANGLE_ROWS: angle_rows.ctypes.data,
-            Job.SEQUENCES: sequences.ctypes.data,
-            Job.PAGE_TABLES: tables.ctypes.data,
-            Job.MAX_PAGES: tables.shape[1],
-            Job.LOGIT_ROWS: rows.ctypes.data,
-            Job.CACHE: cache.data.ctypes.data,
-            Job.CACHE_IS_INT8: cache.is_int8,
-            Job.ATTENTION: attention(self._pass_heads, 1, int(cache.is_int8)),
-            Job.ATTENTION_REST: attention(self._rest_heads, 1, int(cache.is_int8)),
-            Job.ATTENTION_TILE: attention(self._pass_heads, self._tile_tokens, int(cache.is_int8)),
-            Job.ATTENTION_TILE_REST: attention(self._rest_heads, self._tile_tokens, int(cache.is_int8)),
-            Job.CACHE_SCALES: cache.scales.ctypes.data,
-            Job.N_PAGES: cache.n_pages,
-            Job.PAGE_BYTES: cache.data.shape[-1],
-            Job.LOGITS: logits.ctypes.data,
-            Job.LOGIT_STRIDE: self._logits.shape[1] * 4,
-        }
-        for field, value in fields.items():
-            self._job[field] = value
-        self._split_attention(n, int(positions.max()))
+        self._use(cache)
+        job[Job.N_TOKENS], job[Job.N_LOGITS] = n, len(rows)
+        job[Job.PAGE_TABLES], job[Job.MAX_PAGES] = tables.ctypes.data, tables.shape[1]
+        for buffer, values in zip(
+            self._numbers, (positions, sequences, self._angles.rows(batch)[part], rows), strict=True
+        ):
+            buffer[: len(values)] = values
+        self._split_attention(n, last)
         adapters = self._adapt(batch, part)
         if record is None:
             self._team.step()
@@ -283,6 +264,20 @@ class CpuBackend:
                     adapters
                 )
             record.lap("trace")
+
+    def _use(self, cache: CpuCache) -> None:
+        """Fill in what follows from the cache, unless it is that of the step before."""
+        if self._cache is not None and self._cache() is cache:
+            return
+        self._cache, job, is_int8 = weakref.ref(cache), self._job, int(cache.is_int8)
+        job[Job.CACHE], job[Job.CACHE_SCALES] = cache.data.ctypes.data, cache.scales.ctypes.data
+        job[Job.N_PAGES], job[Job.PAGE_BYTES] = cache.n_pages, cache.data.shape[-1]
+        job[Job.CACHE_IS_INT8] = is_int8
+        worker = latent_attention_worker if self._latent else attention_worker
+        job[Job.ATTENTION] = worker(self._pass_heads, 1, is_int8)
+        job[Job.ATTENTION_REST] = worker(self._rest_heads, 1, is_int8)
+        job[Job.ATTENTION_TILE] = worker(self._pass_heads, self._tile_tokens, is_int8)
+        job[Job.ATTENTION_TILE_REST] = worker(self._rest_heads, self._tile_tokens, is_int8)
 
     def _adapt(self, batch: StepBatch, part: slice) -> NDArray[np.int32] | None:
         """Tell the kernels which adapters the tokens have; returns them if there are any, to be kept for the step."""
@@ -320,6 +315,7 @@ class CpuBackend:
     def _fill_constant_fields(self) -> None:
         config, job = self.config, self._job
         self._pass_heads, self._rest_heads = head_passes(config.kv_group)
+        job[Job.LOGIT_STRIDE] = self._logits.strides[0]
         job[Job.HIDDEN], job[Job.VOCAB] = config.hidden_size, config.vocab_size
         if self._experts:
             job[Job.MOE], job[Job.EXPERT_WORKER] = self._experts.table.ctypes.data, expert_worker()
@@ -380,6 +376,8 @@ class CpuBackend:
         self._buffers[Job.BYTE_TILES] = np.zeros(padded * (widest // 32) * FINE_TOKEN_GROUP_BYTES, np.uint8)
         n_tiles = -(-n // self._tile_tokens) * config.n_kv_heads * -(-config.kv_group // self._pass_heads)
         self._buffers[Job.QUERY_TILES] = np.zeros((n_tiles, self._job[Job.QUERY_TILE_BYTES]), np.uint8)
+        self._buffers |= {field: np.zeros(padded, np.int32) for field in NUMBERS}
+        self._numbers = [self._buffers[field] for field in NUMBERS]
         for field, buffer in self._buffers.items():
             self._job[field] = buffer.ctypes.data
         if self._experts:
