@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ropewalk.checkpoint import hf_config
+from ropewalk.checkpoint import hf_families, hf_rope
 from ropewalk.checkpoint.prequantized import METHODS
 from ropewalk.model.families import FAMILIES, MISSING_MATHEMATICS, Family
 
@@ -119,7 +119,7 @@ def besides(family: Family) -> str:
 def folders() -> str:
     """What `config.json` may say."""
     kinds: dict[str, list[str]] = {}
-    for model_type, family in hf_config.FAMILIES.items():
+    for model_type, family in hf_families.FAMILIES.items():
         kinds.setdefault(family.architecture, []).append(f"`{model_type}`")
     rows = [f"| `{architecture}` | {', '.join(names)} |" for architecture, names in kinds.items()]
     return f"""These values of `model_type` are read, as the architectures beside them:
@@ -128,7 +128,7 @@ def folders() -> str:
 |---|---|
 {chr(10).join(rows)}
 
-Values of `rope_type`: `default`, {", ".join(f"`{kind}`" for kind in hf_config.SCALINGS)}. Values of `quant_method`:
+Values of `rope_type`: `default`, {", ".join(f"`{kind}`" for kind in hf_rope.SCALINGS)}. Values of `quant_method`:
 {", ".join(f"`{method}`" for method in METHODS)} ([Model files](models.md#pre-quantized-folders)).
 """
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ropewalk.checkpoint.assemble import PLAIN, Source, Transpose, to_float32
 from ropewalk.checkpoint.gguf import open_gguf
 from ropewalk.checkpoint.header import TensorInfo
-from ropewalk.checkpoint.hf_config import FAMILIES
+from ropewalk.checkpoint.hf_families import FAMILIES
 from ropewalk.checkpoint.names import STEPS, TABLES, TEXT_PREFIXES, Names, Sizes
 from ropewalk.checkpoint.quants import FORMATS
 from ropewalk.checkpoint.safetensors import open_safetensors

@@ -335,7 +335,7 @@ TABLES: Mapping[str, Table] = {
         _LAYER + "mlp.experts.down_proj_bias": "blk.{n}.ffn_down_exps.bias",
     },
 }
-"""Stored stems and their targets, by the name that `families` of `hf_config` gives a table."""
+"""Stored stems and their targets, by the name that `hf_families` gives a table."""
 
 IGNORED = re.compile(
     r".*\.(rotary_emb|rotary_pos_emb)\.inv_freq|.*\.attn\.(bias|masked_bias)|.*\.attention\.(bias|masked_bias)"
