@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import typer
 
-from ropewalk.cli import run as run_verb
 from ropewalk.cli.options import Machine
+from ropewalk.cli.prompt import model_and_prompt
 from ropewalk.params import SamplingParams
 
 
@@ -113,9 +114,9 @@ def test_one_argument_with_a_space_that_is_a_file_is_a_model(ropewalk, llm, tmp_
 
 def test_no_prompt_on_a_terminal_is_wrong_usage(monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(run_verb.typer.BadParameter, match="no prompt"):
-        run_verb.model_and_prompt("m", None)
-    assert run_verb.model_and_prompt("m", "-") == ("m", None)
+    with pytest.raises(typer.BadParameter, match="no prompt"):
+        model_and_prompt("m", None)
+    assert model_and_prompt("m", "-") == ("m", None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ropewalk.cli.answer import print_stream, speed_line
 from ropewalk.cli.console import fields, one_line, tell, verb, visible
 from ropewalk.cli.loading import open_llm
 from ropewalk.cli.options import DEFAULT_MODEL, Machine, drafting_machine, model_argument, sampling, takes
-from ropewalk.cli.run import checked_utf8
+from ropewalk.cli.prompt import checked_utf8
 from ropewalk.errors import InvalidParameterError, PromptError, TemplateError
 from ropewalk.params import SamplingParams
 

@@ -11,7 +11,7 @@ import typer
 from ropewalk.cli.console import verb, write_json
 from ropewalk.cli.loading import open_llm
 from ropewalk.cli.options import Machine, machine, model_argument, takes
-from ropewalk.cli.run import checked_utf8
+from ropewalk.cli.prompt import checked_utf8
 from ropewalk.errors import InvalidParameterError, PromptError
 
 

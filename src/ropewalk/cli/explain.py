@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +15,15 @@ import typer
 
 from ropewalk.cli.console import byte_size, columns, fields, one_line, say, tell, verb, write_json
 from ropewalk.cli.loading import open_llm
-from ropewalk.cli.options import Machine, drafting_machine, model_argument, sampling, takes
-from ropewalk.cli.run import checked_utf8, model_and_prompt, read_stdin
+from ropewalk.cli.options import Machine, drafting_machine, sampling, takes
+from ropewalk.cli.prompt import (
+    ModelArgument,
+    PromptArgument,
+    RawOption,
+    SystemOption,
+    conversation,
+    model_and_text,
+)
 from ropewalk.errors import GenerationError
 from ropewalk.params import SamplingParams
 
@@ -44,15 +50,11 @@ def short(group: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]
 @verb
 @takes(params=short(sampling), machine=drafting_machine)
 def explain(
-    model: Annotated[str | None, model_argument()] = None,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
+    model: ModelArgument = None,
+    prompt: PromptArgument = None,
     *,
-    system: Annotated[
-        str | None, typer.Option("--system", help="A system message before the prompt.")
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")
-    ] = False,
+    system: SystemOption = None,
+    raw: RawOption = False,
     candidates: Annotated[
         int, typer.Option("--candidates", min=0, help="Tell of so many of each draw's likeliest tokens.")
     ] = 5,
@@ -78,15 +80,11 @@ def explain(
         raise typer.BadParameter("--raw is without a chat template: it excludes --system")
     if trace is not None and not trace.parent.is_dir():
         raise typer.BadParameter(f"--trace {trace}: there is no folder {trace.parent}")
-    model, prompt = model_and_prompt(model, prompt)
-    text = read_stdin() if prompt is None else checked_utf8(os.fsencode(prompt), "the prompt")
+    model, text = model_and_text(model, prompt)
     params = dataclasses.replace(params, trace=candidates, adapter=machine.adapter)
     with open_llm(model, machine) as llm:
         is_chat = not raw and (system is not None or llm.has_chat_template)
-        messages = [{"role": "user", "content": text}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        story = run(llm, messages if is_chat else text, params)
+        story = run(llm, conversation(text, system) if is_chat else text, params)
         if trace is not None:
             write_timeline(trace, story, llm)
         if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ropewalk.cli.run import checked_utf8
+from ropewalk.cli.prompt import checked_utf8
 from ropewalk.errors import PromptError
 
 TEXT_ARGUMENT = typer.Argument(metavar="FILE", help="The text, in UTF-8; '-' reads stdin.")
