@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ropewalk.checkpoint.gguf import GGUF, open_gguf
-from ropewalk.checkpoint.hf_tokenizer import RULE_NAMES
+from ropewalk.checkpoint.hf_presplit import RULE_NAMES
 from ropewalk.checkpoint.names import STEPS, TABLES, Sizes
 from ropewalk.model.config import ModelConfig
 

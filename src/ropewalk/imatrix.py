@@ -112,7 +112,7 @@ def read_imatrix(path: Path) -> dict[str, Floats]:
     CheckpointError
         It is no importance matrix, or one with numbers that cannot be.
     """
-    if path.is_file() and path.read_bytes()[:4] != b"GGUF":
+    if _is_old(path):
         sums = dict(_read_old(path))
     else:
         with open_gguf(path) as file:
@@ -124,6 +124,15 @@ def read_imatrix(path: Path) -> dict[str, Floats]:
         if not sound or each.squares.min() < 0 or each.counts.min() < 0:
             raise CheckpointError(f"{path}: the numbers of {name} are not all finite and from 0")
     return {name: each.importance() for name, each in sums.items()}
+
+
+def _is_old(path: Path) -> bool:
+    """Whether it is a file, and none of GGUF."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) != b"GGUF"
+    except OSError:
+        return False
 
 
 def _read_gguf(file: GGUF) -> Iterator[tuple[str, Sums]]:

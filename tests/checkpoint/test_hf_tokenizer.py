@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import tokenizers
 
 from ropewalk.checkpoint.base import open_checkpoint
-from ropewalk.checkpoint.hf_tokenizer import RULE_NAMES, tokenizer_metadata
+from ropewalk.checkpoint.files import MAX_READ_BYTES
+from ropewalk.checkpoint.hf_presplit import RULE_NAMES
+from ropewalk.checkpoint.hf_tokenizer import tokenizer_metadata
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 from ropewalk.text.chat import ChatTemplate
 from ropewalk.text.presplit import RULES
@@ -333,3 +336,14 @@ def test_a_rule_that_is_named_cuts_as_the_expressions_it_was_named_for(rule, nam
         text = "".join(draw.choices(letters, k=draw.randint(1, 30)))
         theirs, ours = (cut.pre_tokenize_str(text) for cut in cuts)
         assert theirs == ours, text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "chat_template.jinja"])
+def test_files_that_are_too_long_are_not_read(tmp_path, name):
+    """A hole costs the disk nothing, and a reader all its memory."""
+    if name == "chat_template.jinja":
+        (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level(PLAIN)))
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(MAX_READ_BYTES + 1)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has 134217729 bytes; allowed: up to"):
+        tokenizer_metadata(tmp_path, {}, 300)

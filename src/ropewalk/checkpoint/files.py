@@ -1,4 +1,4 @@
-"""Model files as read-only memory maps, and what a file that is no model file seems to be.
+"""Model files as read-only memory maps, small files beside them, and what a file that is no model file seems to be.
 
 The files must not be cut short while they are open: reading a mapped page that no longer exists stops the
 process, as with any memory map. This module does not know what the bytes mean.
@@ -10,6 +10,24 @@ from pathlib import Path
 
 from ropewalk.checkpoint.cursor import show
 from ropewalk.errors import CheckpointError, ModelNotFoundError
+
+MAX_READ_BYTES = 1 << 27
+
+
+def read_file(path: Path) -> bytes:
+    """Read all of a file that is not mapped: a tokenizer, a configuration, a template.
+
+    Raises
+    ------
+    CheckpointError
+        If it has more than `MAX_READ_BYTES`, or cannot be read.
+    """
+    try:
+        if (n_bytes := path.stat().st_size) > MAX_READ_BYTES:
+            raise CheckpointError(f"{path} has {n_bytes} bytes; allowed: up to {MAX_READ_BYTES}")
+        return path.read_bytes()
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
 
 
 def map_file(path: Path, kind: str) -> mmap.mmap:

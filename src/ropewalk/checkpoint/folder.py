@@ -19,8 +19,8 @@ from ropewalk.checkpoint.assemble import F32, Assembly, Source
 from ropewalk.checkpoint.cursor import show
 from ropewalk.checkpoint.header import TensorInfo
 from ropewalk.checkpoint.hf_config import Translated, translate
-from ropewalk.checkpoint.hf_tokenizer import read_object, tokenizer_metadata
-from ropewalk.checkpoint.hf_values import Config
+from ropewalk.checkpoint.hf_tokenizer import tokenizer_metadata
+from ropewalk.checkpoint.hf_values import Config, read_object
 from ropewalk.checkpoint.names import IGNORED, OTHER_SENSES, STEPS, TABLES, TEXT_PREFIXES, Names
 from ropewalk.checkpoint.prequantized import join
 from ropewalk.checkpoint.quants import dequantize

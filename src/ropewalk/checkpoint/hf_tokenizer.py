@@ -1,16 +1,14 @@
 """`tokenizer.json` and its neighbours as GGUF metadata: tokens, merges or scores, special tokens, chat template.
 
-Two kinds are read: byte-level BPE, and BPE over characters with ▁ for spaces as SentencePiece has it. How a
-byte-level vocabulary cuts text into words goes by a name in GGUF; where the rule of a file is none that has
-a name, its regular expressions themselves are put under keys of ours (`tokenizer.ropewalk.…`). Scores of
-SentencePiece tokens come from `tokenizer.model` where there is one, else from the order of the merges.
+Two kinds are read: byte-level BPE, whose way to cut text into words `hf_presplit` knows, and BPE over characters with ▁
+for spaces as SentencePiece has it. Scores of SentencePiece tokens come from `tokenizer.model` where there is one, else
+from the order of the merges.
 
 Everything is checked for its type here; what the values mean is for `ropewalk.text` to judge.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from ropewalk.checkpoint.cursor import show
+from ropewalk.checkpoint.files import read_file
+from ropewalk.checkpoint.hf_presplit import pre_split, steps_of
+from ropewalk.checkpoint.hf_values import read_object
 from ropewalk.checkpoint.sentencepiece import (
     BYTE,
     CONTROL,
-    MAX_FILE_BYTES,
     NORMAL,
     UNKNOWN,
     UNUSED,
@@ -33,46 +33,6 @@ from ropewalk.errors import CheckpointError, UnsupportedModelError
 MAX_TOKENS = 1 << 22
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def _gpt4(digits: str) -> str:
-    return (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-def _cased(endings: str, digits: str) -> str:
-    lead, upper, lower = (
-        r"[^\r\n\p{L}\p{N}]?",
-        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-    )
-    return (
-        rf"{lead}{upper}*{lower}+{endings}|{lead}{upper}+{lower}*{endings}|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-
-RULE_NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
-    ((_GPT2,), False): "gpt-2",
-    ((r"\p{N}", _GPT2), False): "smollm",
-    ((_gpt4(r"\p{N}{1,3}"),), True): "llama-bpe",
-    ((_gpt4(r"\p{N}{1,3}"),), False): "glm4",
-    ((_gpt4(r"\p{N}"),), False): "qwen2",
-    ((_cased("", r"\p{N}"),), True): "tekken",
-    ((_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),), False): "gpt-4o",
-    (_DEEPSEEK_V3, False): "deepseek-v3",
-}
-"""GGUF's names of pre-split rules, by the expressions in the order of use and whether whole words come first."""
 
 
 @dataclass
@@ -82,33 +42,6 @@ class _Draft:
     label: str
     tokens: dict[int, str]
     types: dict[int, int] = field(default_factory=dict)
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of the folder, of bounded size.
-
-    Raises
-    ------
-    CheckpointError
-        If it is not JSON or too long.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: up to {MAX_FILE_BYTES}")
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise CheckpointError(f"{path} cannot be read: {reason[:200]}") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`, for a file that must hold an object; {} where there is none."""
-    value = read_json(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {show(value)}; it must be a JSON object")
-    return value
 
 
 def tokenizer_metadata(folder: Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, object]:
@@ -165,7 +98,7 @@ def _from_json(saved: Mapping[str, Any], label: str) -> tuple[_Draft, dict[str, 
     if not isinstance(listed, list):
         raise CheckpointError(f"{label}: model.merges is {show(listed)}; it must be a list of pairs")
     merges = [_merge(pair, label) for pair in listed]
-    steps = list(_flat(saved.get("pre_tokenizer"), "pretokenizers"))
+    steps = list(steps_of(saved.get("pre_tokenizer"), "pretokenizers"))
     if any(s.get("type") == "ByteLevel" for s in steps):
         return draft, _byte_level(saved, model, merges, steps, label)
     return draft, _character_level(saved, model, merges, steps, draft)
@@ -178,17 +111,6 @@ def _merge(pair: object, label: str) -> tuple[str, str]:
     raise CheckpointError(f"{label}: the merge {show(pair)} is not two tokens")
 
 
-def _flat(step: object, inside: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a pipeline, sequences of steps opened."""
-    if isinstance(step, Mapping):
-        if step.get("type") == "Sequence":
-            steps = step.get(inside)
-            for each in steps if isinstance(steps, list) else ():
-                yield from _flat(each, inside)
-        else:
-            yield step
-
-
 def _byte_level(
     saved: Mapping[str, Any],
     model: Mapping[str, Any],
@@ -196,46 +118,14 @@ def _byte_level(
     steps: Sequence[Mapping[str, Any]],
     label: str,
 ) -> dict[str, object]:
-    for step in _flat(saved.get("normalizer"), "normalizers"):
+    for step in steps_of(saved.get("normalizer"), "normalizers"):
         if step.get("type") != "NFC":
             raise UnsupportedModelError(
                 f"{label}: the normalizer {show(step.get('type'))} is not supported; supported: NFC"
             )
-    patterns = tuple(p for step in steps for p in _patterns(step, label))
-    whole_words = model.get("ignore_merges", False) is True
     metadata: dict[str, object] = {"tokenizer.ggml.model": "gpt2"}
     metadata["tokenizer.ggml.merges"] = [f"{a} {b}" for a, b in merges]
-    escaped = tuple(
-        p.replace("\r", r"\r").replace("\n", r"\n") for p in patterns
-    )  # they may hold the characters
-    if name := RULE_NAMES.get((escaped, whole_words)):
-        metadata["tokenizer.ggml.pre"] = name
-    else:
-        metadata["tokenizer.ggml.pre"] = "ropewalk-own"
-        metadata["tokenizer.ropewalk.pre_split"] = list(patterns)
-        metadata["tokenizer.ropewalk.ignore_merges"] = whole_words
-    return metadata
-
-
-def _patterns(step: Mapping[str, Any], label: str) -> list[str]:
-    """What one step of cutting text into words is as regular expressions whose matches are words."""
-    kind = step.get("type")
-    if kind == "ByteLevel" and not step.get("add_prefix_space", False):
-        return [_GPT2] if step.get("use_regex", True) else []
-    if kind == "Digits":
-        return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
-    if kind == "Punctuation" and step.get("behavior", "Isolated") in ("Isolated", "Contiguous"):
-        one = r"[\p{P}$+<=>^`|~]"
-        return [one + "+" if step.get("behavior") == "Contiguous" else one]
-    if kind == "Split" and isinstance(pattern := step.get("pattern"), dict):
-        isolated = step.get("behavior") == "Isolated" and not step.get("invert")
-        inverted = step.get("behavior") == "Removed" and step.get("invert")
-        if isolated or inverted:
-            if isinstance(pattern.get("Regex"), str):
-                return [pattern["Regex"]]
-            if isinstance(pattern.get("String"), str):
-                return [re.escape(pattern["String"])]
-    raise UnsupportedModelError(f"{label}: the step {show(step)} of cutting text into words is not supported")
+    return metadata | pre_split(steps, label, whole_words=model.get("ignore_merges", False) is True)
 
 
 def _character_level(
@@ -272,7 +162,7 @@ def _character_level(
 def _space_prefix(saved: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], label: str) -> bool:
     """Whether a text is read as if a space came before it; refuses any other change of the text."""
     prefix = spaces = False
-    for step in [*_flat(saved.get("normalizer"), "normalizers"), *steps]:
+    for step in [*steps_of(saved.get("normalizer"), "normalizers"), *steps]:
         kind = step.get("type")
         if kind == "Prepend" and step.get("prepend") == "▁":
             prefix = True
@@ -378,7 +268,7 @@ def _ends_of_text(
     """Whether texts get a BOS token in front and an EOS token at the end."""
     first: object = None
     last: object = None
-    for step in _flat(saved.get("post_processor"), "processors"):
+    for step in steps_of(saved.get("post_processor"), "processors"):
         single = step.get("single")
         if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
             first, last = (_special_id(item) for item in (single[0], single[-1]))
@@ -420,8 +310,8 @@ def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, object]:
 
 def _template_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as e:
+        return read_file(path).decode()
+    except UnicodeDecodeError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 

@@ -1,11 +1,39 @@
-"""Values of `config.json`, each read by a method that says what is wrong with it. Does not know what they mean."""
+"""JSON files of Hugging Face's layout, and values of `config.json`: reading them says what is wrong with them.
 
+This module does not know what the values mean.
+"""
+
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ropewalk.checkpoint.cursor import show
+from ropewalk.checkpoint.files import read_file
 from ropewalk.errors import CheckpointError, UnsupportedModelError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is no file.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be read, is too long, or holds anything else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise CheckpointError(f"{path} cannot be read: {reason[:200]}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {show(value)}; it must be a JSON object")
+    return value
 
 
 class Config:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ropewalk.checkpoint.cursor import show
+from ropewalk.checkpoint.files import read_file
 from ropewalk.errors import CheckpointError, UnsupportedModelError
 
-MAX_FILE_BYTES = 1 << 27
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens: those of SentencePiece in the numbers of `tokenizer.ggml.token_type`."""
 _KINDS = {1: NORMAL, 2: UNKNOWN, 3: CONTROL, 4: USER_DEFINED, 5: UNUSED, 6: BYTE}
@@ -43,14 +43,12 @@ def read_pieces(path: Path) -> Pieces:
     Raises
     ------
     CheckpointError
-        If it is cut short or no such message.
+        If it cannot be read, is cut short or no such message.
     UnsupportedModelError
         If it is no BPE model.
     """
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: up to {MAX_FILE_BYTES}")
     pieces, kind = Pieces(), 1
-    for number, value in _fields(path.read_bytes(), path):
+    for number, value in _fields(read_file(path), path):
         if number == 1 and isinstance(value, bytes):
             _add_piece(pieces, value, path)
         elif number == 2 and isinstance(value, bytes):
