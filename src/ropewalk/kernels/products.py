@@ -10,6 +10,7 @@ from ropewalk.kernels.simd import call
 from ropewalk.kernels.sync import chunk_of, next_of_run
 from ropewalk.kernels.tables import Job, Matrix
 
+SPAN_TOKENS, SPAN_TILES = 32, 2  # of a span at least: each one reads all weights
 PREFILL_PANELS = 4  # taken at a time by many tokens: their weights and a tile of activations share a cache
 
 
@@ -28,6 +29,16 @@ def log2(tile):
     while (1 << power) < tile:
         power += 1
     return power
+
+
+@inline
+def span_of(n_tokens, n_threads, max_tile):
+    """Tokens of an item of a product: a thread's share, so that what is done with its outputs finds them in its caches.
+
+    Then each thread goes through all panels: weights are read once for each span. All tokens, where they are few.
+    """
+    least = max(SPAN_TOKENS, SPAN_TILES * max_tile)
+    return max(1, (n_tokens // n_threads + least - 1) // least) * least
 
 
 @inline
@@ -64,10 +75,13 @@ def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, 
         size = FINE_TOKEN_GROUP_BYTES if matrix[Matrix.FINE] else TOKEN_GROUP_BYTES
         tiles, token_bytes = job[Job.BYTE_TILES], groups * size
     n_chunks = (n_panels + chunk - 1) // chunk
-    item, turn = next_of_run(tid, n_threads, words, counter, n_chunks, 0)
-    while item < n_chunks:
-        first = item * chunk
-        count = min(chunk, n_panels - first)
+    span = span_of(n_tokens, n_threads, max_tile)
+    n_items = n_chunks * ((n_tokens + span - 1) // span)
+    item, turn = next_of_run(tid, n_threads, words, counter, n_items, 0)
+    while item < n_items:
+        first, token = item % n_chunks * chunk, item // n_chunks * span
+        count, tokens = min(chunk, n_panels - first), min(span, n_tokens - token)
         panels = matrix[Matrix.PANELS] + first * matrix[Matrix.PANEL_BYTES]
-        multiply(matrix, panels, count, tiles, token_bytes, n_tokens, max_tile, y + first * 64, y_stride, add)
-        item, turn = next_of_run(tid, n_threads, words, counter, n_chunks, turn)
+        x, out = tiles + token * token_bytes, y + token * y_stride + first * 64
+        multiply(matrix, panels, count, x, token_bytes, tokens, max_tile, out, y_stride, add)
+        item, turn = next_of_run(tid, n_threads, words, counter, n_items, turn)
