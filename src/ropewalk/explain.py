@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ropewalk.backend.base import PAGE_SIZE, now_ns
-from ropewalk.engine.trace import Trace
+from ropewalk.engine.trace import Trace, added
 from ropewalk.errors import GenerationError
 from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
@@ -100,22 +100,12 @@ class Story:
 
     def part_s(self, phase: str) -> dict[str, float]:
         """Seconds of each part in the steps of a phase, without the making of the trace."""
-        totals: dict[str, float] = {}
-        for step in self.trace.steps:
-            if step.phase == phase:
-                for part, seconds in step.part_s.items():
-                    totals[part] = totals.get(part, 0.0) + seconds
-        totals.pop("trace", None)
-        return totals
+        totals = added(step.part_s for step in self.trace.steps if step.phase == phase)
+        return {part: seconds for part, seconds in totals.items() if part != "trace"}
 
     def wait_s(self, phase: str) -> dict[str, float]:
         """What of the waiting in the steps of a phase came after each part."""
-        totals: dict[str, float] = {}
-        for step in self.trace.steps:
-            if step.phase == phase:
-                for part, seconds in step.wait_s.items():
-                    totals[part] = totals.get(part, 0.0) + seconds
-        return totals
+        return added(step.wait_s for step in self.trace.steps if step.phase == phase)
 
     def to_dict(self, llm: LLM) -> dict[str, Any]:
         """All of it as JSON values, with the texts of tokens."""

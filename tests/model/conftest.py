@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.families import tensor_shapes
+from ropewalk.model.shapes import tensor_shapes
 
 SIZES = {
     "block_count": 7,

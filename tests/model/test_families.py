@@ -8,8 +8,9 @@ import pytest
 
 from ropewalk.errors import CheckpointError
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.families import FAMILIES, tensor_shapes
+from ropewalk.model.families import FAMILIES
 from ropewalk.model.reference import Reference
+from ropewalk.model.shapes import tensor_shapes
 
 FAMILY_FIXTURES = (Path(__file__).parents[1] / "data" / "families").glob("*.npz")
 

@@ -7,7 +7,7 @@ the distribution before and after each sampling knob; a `Trace` is both, for one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,11 +263,7 @@ class Trace:
     @property
     def part_s(self) -> dict[str, float]:
         """Seconds of each part, of all steps together."""
-        totals: dict[str, float] = {}
-        for step in self.steps:
-            for part, seconds in step.part_s.items():
-                totals[part] = totals.get(part, 0.0) + seconds
-        return totals
+        return added(step.part_s for step in self.steps)
 
     @property
     def group_s(self) -> dict[str, float]:
@@ -292,6 +288,15 @@ class Trace:
         from ropewalk.engine.chrome import to_chrome
 
         return to_chrome(self, text_of)
+
+
+def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of each part, of several steps together."""
+    totals: dict[str, float] = {}
+    for step in parts:
+        for part, seconds in step.items():
+            totals[part] = totals.get(part, 0.0) + seconds
+    return totals
 
 
 def grouped(part_s: dict[str, float]) -> dict[str, float]:

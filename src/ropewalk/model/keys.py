@@ -26,7 +26,22 @@ def show(value: object) -> str:
 
 
 class Keys:
-    """The metadata of one architecture: typed and bounded reads, and a memory of what was read."""
+    """The metadata of one architecture: typed and bounded reads, and a memory of what was read.
+
+    Parameters
+    ----------
+    metadata : mapping
+        Of a file. Only keys that begin with the architecture are seen, and all are named without it.
+    architecture : str
+
+    Raises
+    ------
+    CheckpointError
+        By every read, naming the key, its value and what is allowed: the value is of another type or out of bounds, or
+        is missing and has no default.
+    UnsupportedModelError
+        By reads of a number whose layers have different ones.
+    """
 
     def __init__(self, metadata: Mapping[str, object], architecture: str) -> None:
         self.prefix = architecture + "."
@@ -38,13 +53,16 @@ class Keys:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
+        """Whether the file says something; this is no read."""
         return key in self._values
 
     def value(self, key: str) -> object:
+        """What the file says, of whatever type; None if it says nothing."""
         self._read.add(key)
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
+        """A whole number in low ... high."""
         value = self._scalar(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             self.refuse(key, value, f"an integer from {low} to {high}")
@@ -53,6 +71,7 @@ class Keys:
     def number(
         self, key: str, default: float | None = None, *, low: float, high: float, open_low: bool = False
     ) -> float:
+        """A number in low ... high; with `open_low` it must be above low."""
         value = self._scalar(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (open_low and value == low):
@@ -64,6 +83,7 @@ class Keys:
         return self.number(key, default, low=0.0, high=1e6) or default
 
     def boolean(self, key: str, default: bool) -> bool:
+        """True or False."""
         value = self.value(key)
         if value is not None and not isinstance(value, bool):
             self.refuse(key, value, "true or false")
@@ -86,6 +106,7 @@ class Keys:
         return value  # type: ignore[return-value]  # its type is checked by the callers
 
     def refuse(self, key: str, value: object, allowed: str) -> NoReturn:
+        """Raise the CheckpointError of a value that is not allowed."""
         raise CheckpointError(f"{self.prefix}{key} = {show(value)} is not allowed; it must be {allowed}")
 
     def check_the_rest(self) -> None:

@@ -19,7 +19,6 @@ from ropewalk.model.families import (
     UNIMPLEMENTED_TENSORS,
     Family,
     QKNorm,
-    tensor_shapes,
 )
 from ropewalk.model.keys import Keys, show
 from ropewalk.model.read_rope import (
@@ -30,6 +29,7 @@ from ropewalk.model.read_rope import (
     read_windows,
 )
 from ropewalk.model.scaling import score_scale
+from ropewalk.model.shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.gguf import TensorInfo
