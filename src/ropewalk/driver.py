@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 TURN_S = 0.0005
-"""For which a thread with pieces to run stays away from the lock after a step, if others may want it: who waits for a
+"""For which a thread that has more to run stays away from the lock after a step, if others may want it: who waits for a
 lock wakes up later than who comes by."""
 
 
@@ -45,6 +45,8 @@ class Driver:
     live : mapping of request id to Generation
         Those that are held by a caller. What an interrupt leaves without one is ended by the next step.
     lock : RLock
+    wanted : bool
+        Whether somebody waits for the lock to close the engine, or to fork the process.
     closed : bool
     """
 
@@ -53,7 +55,7 @@ class Driver:
         self.tokenizer = tokenizer
         self.live: WeakValueDictionary[int, Generation] = WeakValueDictionary()
         self.lock = threading.RLock()
-        self.closed = False
+        self.wanted = self.closed = False
         self._posted: deque[Callable[[], object]] = deque()
         self._works: deque[_Work[Any]] = deque()
         self._picture = engine.statistics()
@@ -262,6 +264,7 @@ def _before_fork() -> None:
     """Wait for the steps under way: a child would find half of them done, and their locks held for ever."""
     _held[:] = list(_drivers)
     for driver in _held:
+        driver.wanted = True
         driver.lock.acquire()
 
 
@@ -269,6 +272,7 @@ def _after_fork(in_child: bool) -> None:
     for driver in _held:
         if in_child:
             driver.after_fork()
+        driver.wanted = driver.closed
         driver.lock.release()
     _held.clear()
 

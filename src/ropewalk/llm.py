@@ -455,6 +455,7 @@ class LLM(Closing):
 
     def close(self) -> None:
         """Release weights, KV cache and threads. Calling it again does nothing."""
+        self.driver.wanted = True
         with self.driver.lock:
             if not self.driver.closed:
                 self.driver.close()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from ropewalk.driver import Driver
+from ropewalk.driver import TURN_S, Driver
 from ropewalk.errors import GenerationError, InvalidParameterError
 from ropewalk.generation import Generation, nothing
 from ropewalk.mailbox import Mailbox
@@ -123,6 +123,8 @@ class Worker:
                     self._bell.get_nowait()
                 if not self._stopping:
                     self._step()
+                if self._driver.wanted:
+                    time.sleep(TURN_S)
         except BaseException as error:
             self.error = error
         finally:
