@@ -70,6 +70,13 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(f"internal error ({type(error).__name__})", status=500)
 
 
+def no_such_model(name: str, known: Iterable[str]) -> ApiError:
+    """The answer to who asks for a model that nobody has."""
+    shown = repr(name) if len(name) <= 100 and name.isprintable() else "of that name"
+    message = f"there is no model {shown}{near(name[:100], known)}"
+    return ApiError(message, status=404, param="model", code="model_not_found")
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` if a known name is close, else nothing."""
     found = difflib.get_close_matches(name, list(known), n=1)

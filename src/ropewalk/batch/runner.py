@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ropewalk.api.bodies import new_id
 from ropewalk.api.body import checked
-from ropewalk.api.errors import ApiError, as_api_error, near
+from ropewalk.api.errors import ApiError, as_api_error, no_such_model
 from ropewalk.api.requests import Body
 from ropewalk.api.tasks import Task, make_task
 from ropewalk.errors import BatchError
@@ -152,9 +152,7 @@ class BatchRunner:
     def _find(self, name: str | None) -> tuple[str, LLM]:
         known = [self._name, *self._aliases]
         if name is not None and name not in known:
-            shown = repr(name) if len(name) <= 100 and name.isprintable() else "of that name"
-            message = f"there is no model {shown}{near(name[:100], known)}"
-            raise ApiError(message, status=404, param="model", code="model_not_found")
+            raise no_such_model(name, known)
         return name or self._name, self._engine.llm
 
     async def _answer(self, task: Task, answer: _Answer) -> None:

@@ -37,6 +37,7 @@ class Source:
 
     @property
     def is_plain(self) -> bool:
+        """Whether its elements are numbers of their own, in no blocks."""
         return self.format.name in PLAIN
 
 
@@ -179,6 +180,7 @@ class Assembly:
 
     @property
     def shape(self) -> Shape:
+        """Shape of the result, in elements; raises CheckpointError if the sources cannot be put together so."""
         shapes = {self._shape_of(s) for s in self.sources}
         if len(shapes) > 1:
             raise CheckpointError(
@@ -195,6 +197,7 @@ class Assembly:
 
     @property
     def format(self) -> BlockFormat:
+        """Format of the result; raises UnsupportedModelError for sources of different block formats."""
         formats = {s.format.name for s in self.sources}
         first = self.sources[0]
         if not formats <= PLAIN.keys():

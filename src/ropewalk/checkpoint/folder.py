@@ -73,6 +73,7 @@ class HuggingFaceFolder(Closing):
 
     @property
     def kind(self) -> str:
+        """What people call the format."""
         n = len(self.paths)
         return "safetensors" if n == 1 else f"safetensors in {n} files"
 

@@ -29,7 +29,14 @@ from ropewalk.checkpoint.assemble import (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that rearranging rows depends on."""
+    """The sizes that rearranging rows depends on.
+
+    Attributes
+    ----------
+    head_dim, rope_width : dimensions of a head, and how many of them are rotated.
+    ffn_size : width of one expert.
+    key_rows, value_rows : of each head, in the matrix that latent attention makes keys and values with; 0 without it.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -38,14 +45,15 @@ class Sizes:
     ffn_size: int = 0
     key_rows: int = 0
     value_rows: int = 0
-    """Of each head, in the matrix that latent attention makes keys and values with."""
 
     @property
     def q_rows(self) -> int:
+        """Rows of the matrix of queries, of all heads."""
         return self.n_heads * self.head_dim
 
     @property
     def kv_rows(self) -> int:
+        """Rows of the matrix of keys, and of that of values."""
         return self.n_kv_heads * self.head_dim
 
 

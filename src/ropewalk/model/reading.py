@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ropewalk.errors import CheckpointError, UnsupportedModelError, warn
 from ropewalk.model.config import POOLINGS, ExpertConfig, LatentConfig, ModelConfig
@@ -40,6 +40,17 @@ PRODUCT_BIASES = frozenset(
     ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
 ) | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
 NORM_BIASES = frozenset(("attn_norm", "attn_norm_2", "ffn_norm", "output_norm"))
+
+
+class _Scales(TypedDict):
+    """Factors of a `ModelConfig`, and its two bounds."""
+
+    embedding_scale: float
+    attention_scale: float
+    attention_softcap: float
+    residual_scale: float
+    logit_scale: float
+    logit_softcap: float
 
 
 def read_config(metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> ModelConfig:
@@ -75,17 +86,10 @@ def read_config(metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo
         layer_rope=layer_rope(family, len(rope), windows, local_layers(keys, family, n_layers)),
         layer_window=windows,
         activation=family.activation,
-        embedding_scale=keys.scale(
-            "embedding_scale", math.sqrt(sizes["hidden_size"]) if family.scales_embedding else 1.0
-        ),
-        attention_scale=keys.number(
-            "attention.scale", 1 / math.sqrt(scale_width), low=0.0, high=1e6, open_low=True
-        ),
+        **_read_scales(keys, family, sizes["hidden_size"], scale_width),
         qk_norm=_qk_norm(family, tensors),
         post_norms=family.post_norms,
         tied_output="output.weight" not in tensors,
-        attention_softcap=keys.number("attn_logit_softcapping", 0.0, low=0.0, high=1e6),
-        logit_softcap=keys.number("final_logit_softcapping", 0.0, low=0.0, high=1e6),
         gated=family.gated,
         fused_gate_up=family.fused_gate_up,
         fused_qkv="blk.0.attn_qkv.weight" in tensors,
@@ -95,8 +99,6 @@ def read_config(metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo
         parallel=_is_parallel(keys, family, attn_norm, ffn_norm),
         biases=_read_biases(family, tensors),
         learned_positions=0 if family.rope_layout else sizes["context_length"],
-        residual_scale=keys.scale("residual_scale", 1.0),
-        logit_scale=keys.scale("logit_scale", 1.0) ** (-1 if family.divides_logits else 1),
         sinks=family.sinks,
         latent=latent,
         experts=experts,
@@ -141,6 +143,20 @@ def _read_sizes(
         "ffn_size": keys.integer("feed_forward_length"),
         "vocab_size": _read_vocab_size(keys, metadata, tensors),
         "context_length": keys.integer("context_length"),
+    }
+
+
+def _read_scales(keys: Keys, family: Family, hidden_size: int, scale_width: float) -> _Scales:
+    """Factors and bounds, by their names in `ModelConfig`; scores are divided by √scale_width unless it is said how."""
+    usual = math.sqrt(hidden_size) if family.scales_embedding else 1.0
+    score_scale = 1 / math.sqrt(scale_width)
+    return {
+        "embedding_scale": keys.scale("embedding_scale", usual),
+        "attention_scale": keys.number("attention.scale", score_scale, low=0.0, high=1e6, open_low=True),
+        "attention_softcap": keys.number("attn_logit_softcapping", 0.0, low=0.0, high=1e6),
+        "residual_scale": keys.scale("residual_scale", 1.0),
+        "logit_scale": keys.scale("logit_scale", 1.0) ** (-1 if family.divides_logits else 1),
+        "logit_softcap": keys.number("final_logit_softcapping", 0.0, low=0.0, high=1e6),
     }
 
 

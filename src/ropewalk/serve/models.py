@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ropewalk.api.bodies import ModelBody, now
-from ropewalk.api.errors import ApiError, near
+from ropewalk.api.errors import ApiError, no_such_model
 from ropewalk.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class Models:
         if name is None:
             return next(iter(self.served.values()))
         if name not in self._names:
-            shown = repr(name) if len(name) <= 100 and name.isprintable() else "of that name"
-            message = f"there is no model {shown}{near(name[:100], self._names)}"
-            raise ApiError(message, status=404, param="model", code="model_not_found")
+            raise no_such_model(name, self._names)
         return self.served[self._names[name]]
 
     def find(self, name: str | None) -> tuple[str, LLM]:

@@ -205,6 +205,7 @@ def check_method(method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def check_binop(operator: str, left: Any, right: Any) -> None:
+    """Pay for an operation with two operands; raises SecurityError if its result would be too large."""
     spend()
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
