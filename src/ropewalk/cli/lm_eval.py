@@ -10,10 +10,8 @@ import typer
 from ropewalk.cli.console import verb
 from ropewalk.errors import RopewalkError
 
-PASSED_ON = {
-    "ignore_unknown_options": True,
-    "help_option_names": ["--help"],
-}  # -h and all others are lm_eval's
+PASSED_ON = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+"""-h and all other options are lm_eval's."""
 
 
 @verb

@@ -175,6 +175,10 @@ def rope_settings(scheme: str | None, factor: float | None, original: int | None
             if value is not None:
                 raise InvalidParameterError(f"{name} needs --rope-scaling")
         return None
+    from ropewalk.model.scaling import SCHEMES, suggest
+
+    if scheme not in {"none", "default", *SCHEMES}:
+        raise InvalidParameterError(f"--rope-scaling is {scheme!r}{suggest(scheme)}")
     values = {"rope_type": scheme, "factor": factor, "original_max_position_embeddings": original}
     return {name: value for name, value in values.items() if value is not None}
 

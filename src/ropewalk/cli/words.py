@@ -46,7 +46,15 @@ OPTIONS_ELSEWHERE = {
     "--n-gpu-layers": "there are no GPU layers: it runs on the CPU",
     "--version": "it stands before the verb: ropewalk --version",
 }
-OPTIONS_IN_PYTHON = {"threads": "n_threads", "context": "context_length", "cache_type": "cache_dtype"}
+OPTIONS_IN_PYTHON = {
+    "threads": "n_threads",
+    "context": "context_length",
+    "cache_type": "cache_dtype|cache_types",
+    "prompt": "prompts",
+    "depth": "depths",
+    "batch": "batches",
+}
+"""Patterns of names."""
 VERBS_ELSEWHERE = {
     "generate": "run",
     "complete": "run",
@@ -76,8 +84,8 @@ def as_options(message: str, options: Iterable[str]) -> str:
         Names of the verb's parameters that are options.
     """
     for name in options:
-        python = OPTIONS_IN_PYTHON.get(name, name)
-        message = re.sub(rf"(?<![\w-]){python}(?=(, which)? is\b)", f"--{name.replace('_', '-')}", message)
+        python = "|".join(filter(None, (name, OPTIONS_IN_PYTHON.get(name))))
+        message = re.sub(rf"(?<![\w-])({python})(?=(, which)? is\b)", f"--{name.replace('_', '-')}", message)
     message = message.replace("--max-tokens is None", "--max-tokens is -1").replace(", -1 or None", ", or -1")
     return message.removesuffix(", or None")
 

@@ -117,9 +117,8 @@ def _read_sizes(
     latent: LatentConfig | None,
 ) -> dict[str, int]:
     n_layers = keys.integer("block_count", high=min(MAX_LAYERS, len(tensors)))
-    n_layers -= keys.integer(
-        "nextn_predict_layers", 0, low=0, high=n_layers - 1
-    )  # layers that guess further tokens
+    # Layers that guess further tokens are not run.
+    n_layers -= keys.integer("nextn_predict_layers", 0, low=0, high=n_layers - 1)
     hidden_size = keys.integer("embedding_length")
     n_heads = keys.integer("attention.head_count", high=2**16)
     n_kv_heads = keys.integer("attention.head_count_kv", n_heads, high=n_heads)

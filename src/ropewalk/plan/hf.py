@@ -131,11 +131,11 @@ def _count(sizes: _Sizes, layers: Sequence[LayerShape]) -> dict[str, int]:
     """Weights of each part; see `ropewalk.plan.shape`."""
     hidden, vocab = sizes.hidden, sizes.integer("vocab_size")
     counts = {
-        "dense": hidden,
+        "dense": hidden,  # the last norm
         "experts": 0,
         "output": vocab * hidden,
         "embedding": vocab * hidden,
-    }  # last norm
+    }
     if sizes.values.get("tie_word_embeddings", sizes.family in _TIED) is True:
         counts["embedding"] = 0
     for number, layer in enumerate(layers):
@@ -172,9 +172,8 @@ def _feed_forward(sizes: _Sizes, number: int) -> dict[str, int]:
         ffn = sizes.optional("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
         return {"dense": n_matrices * hidden * ffn}
     ffn = sizes.optional("moe_intermediate_size") or sizes.integer("intermediate_size")
-    gated = sizes.optional(
-        "shared_expert_intermediate_size"
-    )  # and a gate of one row decides how much of it counts
+    # A gate of one row decides how much of it counts.
+    gated = sizes.optional("shared_expert_intermediate_size")
     shared = gated or sizes.optional("n_shared_experts") * ffn
     return {
         "dense": hidden * n_experts + n_matrices * hidden * shared + (hidden if gated else 0),

@@ -97,9 +97,8 @@ class Gate:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._digests and path not in OPEN_TO_ALL and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            found = [
-                hmac.compare_digest(_digest(key), digest) for digest in self._digests
-            ]  # all of them, always
+            # All of them are compared, always.
+            found = [hmac.compare_digest(_digest(key), digest) for digest in self._digests]
             if scheme.lower() != "bearer" or not any(found):
                 message = "a valid API key is needed: Authorization: Bearer KEY"
                 raise ApiError(

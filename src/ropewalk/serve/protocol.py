@@ -47,9 +47,8 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Tell a client that sends no HTTP, or a head that is too large, in the shape of all other errors."""
         cycle = self.cycle
-        if (
-            cycle is None or cycle.response_complete or not cycle.response_started
-        ):  # or it would stand inside an answer
+        # Otherwise it would stand inside an answer.
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             answer = error_response(ApiError("the request is no valid HTTP/1.1, or its head is too large"))
             headers = [*answer.raw_headers, (b"connection", b"close")]
             try:

@@ -47,10 +47,8 @@ class Server(uvicorn.Server):
         """Run until a signal comes; `started` is called with the port once there is one."""
         self._tell = started
         if threading.current_thread() is threading.main_thread():
-            for number in (
-                signal.SIGINT,
-                signal.SIGTERM,
-            ):  # uvicorn raises them once more when it has stopped
+            # uvicorn raises them once more when it has stopped.
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
         self.run(self._sockets)
 
@@ -99,10 +97,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             sockets.append(_bound(family, kind, protocol, (address[0], port, *address[2:])))
         except OSError as error:
             refused = error
-            if error.errno not in (
-                errno.EADDRNOTAVAIL,
-                errno.EAFNOSUPPORT,
-            ):  # as of ::1 where there is no IPv6
+            # These two are those of ::1 where there is no IPv6.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 sockets.clear()
                 break
         else:

@@ -32,9 +32,8 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.state = 0
-        self._fallback = [0] * (
-            len(stop) + 1
-        )  # [k]: the next shorter beginning that the first k letters end with
+        # [k]: the next shorter beginning that the first k letters end with
+        self._fallback = [0] * (len(stop) + 1)
         k = 0
         for i in range(1, len(stop)):
             while k and stop[i] != stop[k]:

@@ -156,9 +156,8 @@ class DraftModel:
         for draft, start, tokens, _ in parts:
             self._note(draft.request.pages, start, tokens)
         finished = [draft for draft, _, _, is_last in parts if is_last]
-        return dict(
-            zip(finished, logits, strict=False)
-        )  # a batch that wants no logits may give a row of none
+        # A batch that wants no logits may give a row of none.
+        return dict(zip(finished, logits, strict=False))
 
     def _note(self, pages: list[int], start: int, tokens: NDArray[np.int32]) -> None:
         """Note what was read at the positions from `start` on, and cross out what lies behind."""
