@@ -59,6 +59,7 @@ def tool(name):
 BAD_CHATS = [
     ({}, "messages", "messages is missing"),
     ({"messages": "hi"}, "messages", "messages: input should be a valid list"),
+    ({"messages": HI, "stop": {}}, "stop", "stop: input should be a valid list or input should be a valid string"),
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [{"role": "user"}]}, "messages[0]", r"messages\[0\]: content is missing"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid string"),

@@ -85,9 +85,9 @@ def test_json(ropewalk, plans):
         (["--prompt", ""], "expected whole numbers", 2),
         (["--batch", "1,x"], "'1,x': expected whole numbers", 2),
         (["--repeats", "0"], "--repeats", 2),
-        (["--threads", "0"], "threads is [0]; allowed: numbers from 1", 2),
-        (["--depth", "-1"], "depths is [-1]", 2),
-        (["--cache-type", "int4"], "cache_types is ['int4']; allowed: float16, int8", 2),
+        (["--threads", "0"], "--threads is [0]; allowed: numbers from 1", 2),
+        (["--depth", "-1"], "--depth is [-1]", 2),
+        (["--cache-type", "int4"], "--cache-type is ['int4']; allowed: float16, int8", 2),
     ],
 )
 def test_wrong_options_are_told(ropewalk, plans, options, words, status):

@@ -172,6 +172,12 @@ def test_rotary_options_without_a_scheme_are_refused(parse, option):
     assert f"{option} needs --rope-scaling" in " ".join(output.split())
 
 
+def test_a_scheme_that_there_is_not_is_refused(parse):
+    status, output = parse("--rope-scaling", "yarm")
+    assert status == 2
+    assert "--rope-scaling is 'yarm'; did you mean 'yarn'?" in " ".join(output.split())
+
+
 def test_a_pooling_that_there_is_not_is_refused_before_the_model_is_opened(ropewalk):
     result = ropewalk("embed", "no-such-model", "hi", "--pooling", "sum")
     assert (result.exit_code, result.stderr) == (

@@ -59,8 +59,8 @@ def checked(model: type[Model], body: dict[str, Any]) -> Model:
         return model.model_validate(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        fault = max(faults, key=lambda fault: _telling(fault["type"], _path(fault["loc"], body)))
-        path = _path(fault["loc"], body)
+        fault = max(faults, key=lambda fault: _telling(fault["type"], _path(fault, body)))
+        path = _path(fault, body)
         name = _spelled(path)
         if fault["type"] == "extra_forbidden":
             known = model.model_fields if len(path) == 1 else ()
@@ -70,7 +70,7 @@ def checked(model: type[Model], body: dict[str, Any]) -> Model:
         elif fault["type"] == "value_error":
             message = f"{name}: {fault['ctx']['error']}" if name else str(fault["ctx"]["error"])
         else:
-            here = {f["msg"] for f in faults if _path(f["loc"], body) == path}
+            here = {f["msg"] for f in faults if _path(f, body) == path}
             message = f"{name}: {' or '.join(sorted(text[0].lower() + text[1:] for text in here))}"
         raise ApiError(message, param=name or None) from None
 
@@ -106,14 +106,15 @@ def _check_depth(value: object) -> None:
         level = [x for item in containers for x in (item.values() if isinstance(item, dict) else item)]
 
 
-def _path(loc: Sequence[int | str], body: Any) -> list[int | str]:
+def _path(fault: Any, body: Any) -> list[int | str]:
     """The part of an error's place that is in the data; the names of a union's alternatives are not."""
+    loc: Sequence[int | str] = fault["loc"]
     path: list[int | str] = []
     for number, part in enumerate(loc):
         if isinstance(body, dict):
             if part in body:
                 body = body[part]
-            elif number < len(loc) - 1 or "[" in str(part):
+            elif number < len(loc) - 1 or fault["type"] != "missing":
                 continue
         elif isinstance(body, list) and isinstance(part, int) and part < len(body):
             body = body[part]
