@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ropewalk.api.requests import Body, JsonObject, NotStored, PromptLogprobs, ResponseFormat, Sampling
+from ropewalk.api.requests import (
+    Body,
+    JsonObject,
+    NotStored,
+    PromptLogprobs,
+    ResponseFormat,
+    Rivals,
+    Sampling,
+)
 
 
 class TextPart(Body):
@@ -113,7 +121,7 @@ class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Rivals | None = None
     prompt_logprobs: PromptLogprobs = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None

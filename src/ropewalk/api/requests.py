@@ -28,6 +28,13 @@ def _nothing_is_stored(store: bool) -> bool:
     return store
 
 
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Rivals = Annotated[int, Field(ge=0, le=20)]
+"""So many of the likeliest tokens, beside the one that stands there."""
 PromptLogprobs = Annotated[
     int | None,
     Field(
@@ -64,11 +71,11 @@ class Sampling(Body):
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    typical_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
@@ -79,12 +86,8 @@ class Sampling(Body):
         ]
         | None
     ) = Field(default=None, max_length=1024)
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=1024)]
-        | Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)]
-        | None
-    ) = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1024)] | None = (
         None
     )
@@ -181,7 +184,7 @@ class CompletionRequest(Sampling):
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="0 reads the prompt and answers with no token."
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    logprobs: Rivals | None = Field(
         default=None, description="With echo, of the prompt's tokens too; then not with stream."
     )
     prompt_logprobs: PromptLogprobs = None

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from ropewalk.api.body import checked
 from ropewalk.api.chat_request import ChatRequest
 from ropewalk.api.errors import ApiError
-from ropewalk.api.requests import Body, JsonObject, NotStored
+from ropewalk.api.requests import Body, JsonObject, NotStored, Rivals, Seed, Share, Temperature, TopK
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -126,12 +126,12 @@ class ResponseRequest(Body):
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    top_logprobs: Rivals | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
     text: TextOptions | None = None
