@@ -78,7 +78,7 @@ def test_the_default_file_is_named_after_the_figure(ropewalk, tmp_path, monkeypa
         (("cache", "--cache-type", "int9"), 2, "cache type is 'int9'"),
         (("cache", "smollm2-135n"), 1, "smollm2-135m"),
         (("sampling", "--temperature", "0"), 2, "temperature is 0.0; allowed: at least 1e-5"),
-        (("sampling", "--top-p", "2"), 2, "top_p is 2.0; allowed: in 0 ... 1"),
+        (("sampling", "--top-p", "2"), 2, "--top-p is 2.0; allowed: in 0 ... 1"),
         (("sampling", "smollm2-135m"), 2, "a model needs a prompt after it"),
         (("roofline", "--batch", "x"), 2, "expected whole numbers"),
         (("loop", "--tokens", "1"), 2, "1; allowed: a whole number of at least 2"),
