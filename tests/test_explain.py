@@ -91,7 +91,7 @@ def test_a_real_generation(real, llm):
     assert real.sweeps[-1].at_ns > int(real.trace.steps[-1].ends_ns[-1])
     assert real.model["cache_token_bytes"] == 23_040
     assert real.model["weight_bytes"] == llm.backend.weights.n_bytes
-    assert all(1e8 < sweep.bytes_per_s < 1e13 for sweep in real.sweeps)
+    assert all(0 < sweep.bytes_per_s < 1e13 for sweep in real.sweeps)
     assert all(share > 0 for share in real.shares)
 
 

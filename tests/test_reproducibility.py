@@ -16,6 +16,7 @@ from ropewalk.engine.speculative.lookup import PromptLookup
 from ropewalk.engine.speculative.pace import Pace
 from ropewalk.engine.speculative.speculator import Speculator
 
+pytestmark = pytest.mark.filterwarnings("ignore:n_threads is 2, and this process may use 1 CPU:UserWarning")
 ROUNDS = int(os.environ.get("ROPEWALK_ROUNDS", "1"))
 CONTEXT = 128
 TEXTS = (

@@ -140,7 +140,7 @@ def test_other_cpus_get_the_same_bits(smollm2, whole, environment):
         [sys.executable, "-c", code, str(smollm2), str(Path(__file__).parent)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr

@@ -70,8 +70,10 @@ def test_another_content_is_seen_though_size_and_time_are_the_same(tmp_path, set
     if how == "by another file":
         write(tmp_path / "new", b"WEIGHTS").replace(path)
     else:
-        time.sleep(0.02)  # the file system's clock ticks
-        write(path, b"WEIGHTS")
+        changed_ns = path.stat().st_ctime_ns
+        while path.stat().st_ctime_ns == changed_ns:  # until the file system's clock ticks
+            time.sleep(0.001)
+            write(path, b"WEIGHTS")
     if how == "with the old times":
         os.utime(path, (LONG_AGO, LONG_AGO))
     assert fingerprint(stamp([path])) != first

@@ -21,6 +21,7 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.reference import Reference
 from ropewalk.quantize import Requantized
 
+pytestmark = pytest.mark.filterwarnings("ignore:n_threads is 2, and this process may use 1 CPU:UserWarning")
 PACKED = np.load(Path(__file__).parents[1] / "data" / "prequantized.npz")
 CONFIGS = json.loads(str(PACKED["config"]))
 

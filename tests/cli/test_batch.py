@@ -120,7 +120,7 @@ class TestKilled:
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     def wait_for(self, process, out, size):
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not (out.exists() and out.stat().st_size >= size):
             assert process.poll() is None and time.monotonic() < until, process.stderr.read()
             time.sleep(0.001)
@@ -137,7 +137,7 @@ class TestKilled:
             assert 0 < whole.count(b"\n") < self.N
             out.write_bytes(whole + whole[: whole.index(b"\n") // 2])  # as if in the middle of a write
         process = self.start(source, out)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=300)
         assert process.returncode == 0
         assert f"of {self.N} requests are answered already" in told
         answers = by_name(out)
@@ -151,7 +151,7 @@ class TestKilled:
         process = self.start(source, out, slow_after=5)
         self.wait_for(process, out, 1)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=300)
         assert process.returncode == 130
         assert f"of {self.N} answered; give the command again to go on" in told
         assert out.read_bytes().endswith(b"\n")
@@ -162,7 +162,7 @@ class TestKilled:
         first = self.start(source, out, slow_after=5)
         self.wait_for(first, out, 1)
         second = self.start(source, out)
-        _, told = second.communicate(timeout=60)
+        _, told = second.communicate(timeout=300)
         assert (second.returncode, "being written by another process" in told) == (1, True)
         first.kill()
         first.communicate()

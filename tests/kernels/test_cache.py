@@ -218,10 +218,10 @@ def test_two_processes_that_start_at_once_on_an_empty_cache(smollm2, tmp_path):
 
     when = time.time() + 3
     both = [start(), start()]
-    results = [process.communicate(timeout=300) for process in both]
+    results = [process.communicate(timeout=1500) for process in both]
     names = [path.name for path in files(tmp_path)]
     assert names and all(name.endswith(".nbc") for name in names)
-    results.append(start().communicate(timeout=300))
+    results.append(start().communicate(timeout=1500))
     assert [errors for _, errors in results] == ["", "", ""]
     assert len({logits for logits, _ in results}) == 1
     assert [path.name for path in files(tmp_path)] == names

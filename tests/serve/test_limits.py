@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import re
 import socket
 import ssl
 import threading
@@ -197,10 +198,8 @@ class TestTemplates:
 
     def test_one_that_would_run_for_ever(self, toy):
         template = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
-        assert (
-            "takes more than"
-            in error_of(toy(template=template).post("/v1/chat/completions", SHORT), 400)["message"]
-        )
+        answer = toy(template=template).post("/v1/chat/completions", SHORT)
+        assert re.search("takes (more|longer) than", error_of(answer, 400)["message"])  # steps, or seconds
 
     def test_none_at_all(self, toy):
         server = toy(template=None)

@@ -131,7 +131,7 @@ def test_work_grows_with_the_text_alone():
     started = time.process_time()
     emitted = sum(len(decoder.push(i % 20_001 == 20_000)) for i in range(200_000))
     assert emitted + len(decoder.finish()) == 200_000
-    assert time.process_time() - started < 10  # quadratic work would take minutes
+    assert time.process_time() - started < 60  # quadratic work would take minutes
 
 
 ALPHABET = st.sampled_from(["a", "b", "ab", "é", "😀", "歪", " "])

@@ -427,7 +427,7 @@ def test_tokens_found_by_their_text_become_control_tokens():
 
 def test_other_threads_run_while_a_long_text_is_encoded(smollm2_tokenizer):
     """A server's steps and streams go on; the interpreter was held for seconds by a text of megabytes."""
-    ticks = 0
+    ticks = most = 0
     done = threading.Event()
 
     def tick():
@@ -437,8 +437,13 @@ def test_other_threads_run_while_a_long_text_is_encoded(smollm2_tokenizer):
 
     ticking = threading.Thread(target=tick)
     ticking.start()
-    ids = smollm2_tokenizer.encode("the quick brown fox " * 30_000)
+    for _ in range(100):  # a busy machine may have no time for the other thread just now
+        before = ticks
+        ids = smollm2_tokenizer.encode("the quick brown fox " * 30_000)
+        most = max(most, ticks - before)
+        if most >= 5:
+            break
     done.set()
     ticking.join()
     assert len(ids) == 120_001  # the last space is a token of its own
-    assert ticks >= 5
+    assert most >= 5  # a text that held the interpreter would leave one or two
