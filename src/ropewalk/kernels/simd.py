@@ -203,17 +203,25 @@ def load_i8_as_ints(typing_context, address):
     return ints(types.int64), emit
 
 
-@intrinsic(prefer_literal=True)
-def prefetch(typing_context, address, lines):
-    """Bring lines of memory to the second-level cache; an address that is no memory does nothing."""
+def _make_prefetch(locality, doc):
+    @intrinsic(prefer_literal=True)
+    def fetch(typing_context, address, lines):
+        def emit(context, builder, sig, args):
+            for line in range(lines.literal_value):
+                at = builder.inttoptr(builder.add(args[0], I64(64 * line)), I8.as_pointer())
+                emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [at, I32(0), I32(locality), I32(1)])
+            return context.get_dummy_value()
 
-    def emit(context, builder, sig, args):
-        for line in range(lines.literal_value):
-            at = builder.inttoptr(builder.add(args[0], I64(64 * line)), I8.as_pointer())
-            emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [at, I32(0), I32(2), I32(1)])
-        return context.get_dummy_value()
+        return types.void(types.int64, lines), emit
 
-    return types.void(types.int64, lines), emit
+    fetch.__doc__ = doc
+    return fetch
+
+
+prefetch_near = _make_prefetch(
+    3, "Bring lines of memory to the first-level cache; an address that is no memory does nothing."
+)
+prefetch = _make_prefetch(2, "The same to the second-level cache.")
 
 
 # ---- arithmetic
