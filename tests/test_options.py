@@ -7,7 +7,14 @@ import pytest
 
 from ropewalk import LLM
 from ropewalk.cli.batch import WITHOUT_EFFECT
-from ropewalk.options import EngineKeywords, EngineOptions, LLMKeywords, LLMOptions
+from ropewalk.options import (
+    NAMES_ELSEWHERE,
+    EngineKeywords,
+    EngineOptions,
+    LLMKeywords,
+    LLMOptions,
+    options_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +40,20 @@ def test_every_option_is_documented():
 
 
 def test_an_option_that_there_is_not():
-    with pytest.raises(TypeError, match="'context'"):
-        LLM("no-such-model", context=3)
+    with pytest.raises(
+        TypeError, match="^LLM has no option 'contxt_length'; did you mean 'context_length'\\?$"
+    ):
+        LLM("no-such-model", contxt_length=3)
+    with pytest.raises(TypeError, match="^LLM has no option 'dtype'$"):
+        LLM("no-such-model", dtype="float16")
+
+
+def test_an_option_of_another_engine():
+    with pytest.raises(TypeError, match="^LLM has no option 'max_model_len'; here it is 'context_length'$"):
+        LLM("no-such-model", max_model_len=3)
+    with pytest.raises(TypeError, match="^LLM has no option 'quantization'$"):
+        options_of(EngineOptions, {"quantization": "q4"})
+    assert set(NAMES_ELSEWHERE.values()) <= {field.name for field in dataclasses.fields(LLMOptions)}
 
 
 def test_options_that_change_what_a_batch_answers_are_known():

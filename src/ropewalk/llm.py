@@ -22,7 +22,15 @@ from ropewalk.errors import InvalidParameterError, PromptError, warn
 from ropewalk.generation import Generation
 from ropewalk.model.config import POOLINGS
 from ropewalk.opening import Parts, open_parts, speculator_of
-from ropewalk.options import DEFAULT_MODEL, EngineKeywords, EngineOptions, LLMKeywords, LLMOptions, signature
+from ropewalk.options import (
+    DEFAULT_MODEL,
+    EngineKeywords,
+    EngineOptions,
+    LLMKeywords,
+    LLMOptions,
+    options_of,
+    signature,
+)
 from ropewalk.outputs import RequestOutput
 from ropewalk.params import SamplingParams
 from ropewalk.passes import Passes, Score
@@ -108,7 +116,7 @@ class LLM(Closing):
     __signature__ = signature()
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[LLMKeywords]) -> None:
-        chosen = LLMOptions(**options)
+        chosen = options_of(LLMOptions, options)
         with ExitStack() as resources:
             self._start(open_parts(model, chosen, resources), chosen)
             self._resources = resources.pop_all()
@@ -133,7 +141,7 @@ class LLM(Closing):
             Those of `LLM` that do not say how a model's file is read.
         """
         llm = cls.__new__(cls)
-        chosen = EngineOptions(**options)
+        chosen = options_of(EngineOptions, options)
         with ExitStack() as resources:
             speculator = speculator_of(chosen, tokenizer, backend.config.vocab_size, resources)
             name = type(backend).__name__

@@ -8,14 +8,29 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     from ropewalk.checkpoint.hub import Progress
     from ropewalk.drafts import Draft
 
 DEFAULT_MODEL = "smollm2-135m"
+NAMES_ELSEWHERE = {
+    "max_model_len": "context_length",
+    "n_ctx": "context_length",
+    "gpu_memory_utilization": "kv_memory",
+    "kv_cache_dtype": "cache_dtype",
+    "max_num_seqs": "max_batch",
+    "max_num_batched_tokens": "token_budget",
+    "enable_prefix_caching": "prefix_cache",
+    "quantization": "quantize",
+    "speculative_config": "draft",
+    "draft_model": "draft",
+    "rope_freq_base": "rope_base",
+}
+"""Options of vLLM and llama-cpp-python, and ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,28 @@ class LLMKeywords(EngineKeywords, total=False):
     quantize: str | None
     adapters: Mapping[str, str | os.PathLike[str]] | None
     progress: Progress | None
+
+
+_Options = TypeVar("_Options", bound=EngineOptions)
+
+
+def options_of(kind: type[_Options], given: Mapping[str, Any]) -> _Options:
+    """Options from keywords of a user.
+
+    Raises
+    ------
+    TypeError
+        There is no such option; it says what may be meant.
+    """
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if NAMES_ELSEWHERE.get(name) in known:
+                hint = f"; here it is {NAMES_ELSEWHERE[name]!r}"
+            raise TypeError(f"LLM has no option {name!r}{hint}")
+    return kind(**given)
 
 
 def signature() -> inspect.Signature:

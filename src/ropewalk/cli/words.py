@@ -44,6 +44,9 @@ OPTIONS_ELSEWHERE = {
     "--model-draft": "here it is --draft-model",
     "-ngl": "there are no GPU layers: it runs on the CPU",
     "--n-gpu-layers": "there are no GPU layers: it runs on the CPU",
+    "--device": "it runs on the CPU",
+    "--tensor-parallel-size": "it runs on one machine's CPU, with --threads",
+    "--dtype": "weights are computed with as they are stored; --quantize makes them smaller",
     "--version": "it stands before the verb: ropewalk --version",
 }
 OPTIONS_IN_PYTHON = {
