@@ -46,7 +46,7 @@ from ropewalk.kernels.attention import (
 from ropewalk.kernels.bandwidth import measure_read_bandwidth
 from ropewalk.kernels.clock import PARTS, new_log, read_log
 from ropewalk.kernels.cpu import choose_rung
-from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.latent import latent_worker
 from ropewalk.kernels.latent_attention import latent_attention_worker
 from ropewalk.kernels.lora import lora_worker
@@ -374,6 +374,7 @@ class CpuBackend:
         for field, width in widths.items():
             self._buffers[field] = np.zeros((padded, width), np.float32)
         self._buffers[Job.BYTE_TILES] = np.zeros(padded * (widest // 32) * FINE_TOKEN_GROUP_BYTES, np.uint8)
+        self._buffers[Job.DOWN_TILES] = np.zeros(padded * (ffn // 32) * TOKEN_GROUP_BYTES, np.uint8)
         n_tiles = -(-n // self._tile_tokens) * config.n_kv_heads * -(-config.kv_group // self._pass_heads)
         self._buffers[Job.QUERY_TILES] = np.zeros((n_tiles, self._job[Job.QUERY_TILE_BYTES]), np.uint8)
         self._buffers |= {field: np.zeros(padded, np.int32) for field in NUMBERS}

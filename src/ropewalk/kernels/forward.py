@@ -18,7 +18,7 @@ from ropewalk.kernels.attend import attend, attend_split, normalise_rows, rotate
 from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
-from ropewalk.kernels.products import product
+from ropewalk.kernels.products import product, product_of, tiles_of
 from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, store_floats
 from ropewalk.kernels.sync import (
     BELL,
@@ -46,7 +46,14 @@ from ropewalk.kernels.tables import (
     Q,
     V,
 )
-from ropewalk.kernels.tiles import activated_to_tiles, attended_to_tiles, destinations, normalise
+from ropewalk.kernels.tiles import (
+    activated_to_tiles,
+    attended_to_tiles,
+    destinations,
+    is_fused,
+    multiply_and_activate,
+    normalise,
+)
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -96,25 +103,31 @@ def _attention_block(tid, n_threads, words, job, layer, matrices, number):
         _latent(tid, n_threads, words, job, layer, matrices, base, 1)
     attended_to_tiles(tid, n_threads, words, job, layer[Layer.OUT_INPUT])
     meet(tid, words, n_threads, job, clock.POINTWISE)
-    width = job[Job.OUT_WIDTH]
-    _branch_end(tid, n_threads, words, job, matrices, base + OUT, width, layer[Layer.ATTN_END], clock.OUT)
+    width, end = job[Job.OUT_WIDTH], layer[Layer.ATTN_END]
+    _branch_end(tid, n_threads, words, job, matrices, base + OUT, 0, width, end, clock.OUT)
 
 
 @inline
 def _feed_forward_block(tid, n_threads, words, job, layer, matrices, number):
     """The second half of a layer; its input is in the tiles, its output is added to X or left in Y."""
-    n_tokens, stride = job[Job.N_TOKENS], 4 * layer[Layer.FFN]
-    base = MATRICES_PER_LAYER * number
-    product(tid, n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
-    product(tid, n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
-    meet(tid, words, n_threads, job, clock.GATE_UP)
-    if job[Job.LORA_WORKER] != 0:
-        gate_up = (job[Job.GATE], stride, job[Job.UP], stride, 0, 0)
-        _adapt(tid, n_threads, words, job, base + GATE, 2, job[Job.HIDDEN], gate_up)
-    activated_to_tiles(tid, n_threads, words, job, layer)
-    meet(tid, words, n_threads, job, clock.POINTWISE)
-    width = layer[Layer.FFN]
-    _branch_end(tid, n_threads, words, job, matrices, base + DOWN, width, layer[Layer.FFN_END], clock.DOWN)
+    n_tokens, width, stride = job[Job.N_TOKENS], layer[Layer.FFN], 4 * layer[Layer.FFN]
+    base, tiles = MATRICES_PER_LAYER * number, 0
+    if is_fused(job, layer):
+        gate, up = matrices[base + GATE], matrices[base + UP]
+        multiply_and_activate(tid, n_threads, words, job, layer, gate, up)
+        meet(tid, words, n_threads, job, clock.GATE_UP)
+        tiles = job[Job.DOWN_TILES]
+    else:
+        product(tid, n_threads, words, 0, job, matrices[base + GATE], n_tokens, job[Job.GATE], stride, 0)
+        product(tid, n_threads, words, 1, job, matrices[base + UP], n_tokens, job[Job.UP], stride, 0)
+        meet(tid, words, n_threads, job, clock.GATE_UP)
+        if job[Job.LORA_WORKER] != 0:
+            gate_up = (job[Job.GATE], stride, job[Job.UP], stride, 0, 0)
+            _adapt(tid, n_threads, words, job, base + GATE, 2, job[Job.HIDDEN], gate_up)
+        activated_to_tiles(tid, n_threads, words, job, layer)
+        meet(tid, words, n_threads, job, clock.POINTWISE)
+    end, part = layer[Layer.FFN_END], clock.DOWN
+    _branch_end(tid, n_threads, words, job, matrices, base + DOWN, tiles, width, end, part)
 
 
 @inline
@@ -138,13 +151,16 @@ def _experts_block(tid, n_threads, words, job, layer, matrices, n_layers, number
 
 
 @inline
-def _branch_end(tid, n_threads, words, job, matrices, number, width, end, part):
-    """The last product of a branch, of `width` inputs: added to X, or put into or onto Y where more is to be done."""
-    stride = 4 * job[Job.HIDDEN]
-    y = job[Job.X] if end == TO_X else job[Job.Y]
-    product(
-        tid, n_threads, words, 0, job, matrices[number], job[Job.N_TOKENS], y, stride, 0 if end == TO_Y else 1
-    )
+def _branch_end(tid, n_threads, words, job, matrices, number, tiles, width, end, part):
+    """The last product of a branch, of `width` inputs: added to X, or put into or onto Y where more is to be done.
+
+    Its inputs are in `tiles`, if that is not 0.
+    """
+    n_tokens, stride, matrix = job[Job.N_TOKENS], 4 * job[Job.HIDDEN], matrices[number]
+    y, add = job[Job.X] if end == TO_X else job[Job.Y], 0 if end == TO_Y else 1
+    usual, token_bytes = tiles_of(job, matrix)
+    tiles = tiles if tiles != 0 else usual
+    product_of(tid, n_threads, words, 0, job, matrix, tiles, token_bytes, n_tokens, y, stride, add)
     meet(tid, words, n_threads, job, part)
     if job[Job.LORA_WORKER] != 0:
         _adapt(tid, n_threads, words, job, number, 1, width, (y, stride, 0, 0, 0, 0))

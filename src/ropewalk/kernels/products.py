@@ -63,17 +63,30 @@ def multiply(matrix, panels, n_panels, tiles, token_bytes, n_tokens, max_tile, y
 
 
 @inline
+def tiles_of(job, matrix):
+    """Address of the activations that a matrix reads, and the bytes of a token."""
+    groups = matrix[Matrix.N_GROUPS]
+    if matrix[Matrix.IS_FLOAT]:
+        return job[Job.FLOAT_TILES], groups * 128
+    return job[Job.BYTE_TILES], groups * (
+        FINE_TOKEN_GROUP_BYTES if matrix[Matrix.FINE] else TOKEN_GROUP_BYTES
+    )
+
+
+@inline
 def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, add):
     """y (+)= matrix x the activations in the tiles, for this thread's share of the panels."""
-    n_panels, groups, max_tile = matrix[Matrix.N_PANELS], matrix[Matrix.N_GROUPS], job[Job.MAX_TILE]
+    tiles, token_bytes = tiles_of(job, matrix)
+    product_of(tid, n_threads, words, counter, job, matrix, tiles, token_bytes, n_tokens, y, y_stride, add)
+
+
+@inline
+def product_of(tid, n_threads, words, counter, job, matrix, tiles, token_bytes, n_tokens, y, y_stride, add):
+    """The same, of activations in other tiles."""
+    n_panels, max_tile = matrix[Matrix.N_PANELS], job[Job.MAX_TILE]
     chunk = chunk_of(n_panels, n_threads)
     if n_tokens > max_tile:
         chunk = min(chunk, PREFILL_PANELS)
-    if matrix[Matrix.IS_FLOAT]:
-        tiles, token_bytes = job[Job.FLOAT_TILES], groups * 128
-    else:
-        size = FINE_TOKEN_GROUP_BYTES if matrix[Matrix.FINE] else TOKEN_GROUP_BYTES
-        tiles, token_bytes = job[Job.BYTE_TILES], groups * size
     n_chunks = (n_panels + chunk - 1) // chunk
     span = span_of(n_tokens, n_threads, max_tile)
     n_items = n_chunks * ((n_tokens + span - 1) // span)

@@ -85,6 +85,7 @@ class Job(IntEnum):
         64  # address of the rows that the product at the end of attention reads: ATTENDED, or `Latent.OUT`
     )
     OUT_WIDTH = 65  # their floats
+    DOWN_TILES = 66  # of bytes, for DOWN, where the tiles of GATE and UP are still being read
 
 
 class Layer(IntEnum):
