@@ -261,14 +261,11 @@ def machine(
     ] = None,
 ) -> Machine:
     """The options that say how to run a model."""
-    if kv_memory is not None:
-        from ropewalk.engine.budget import parse_memory
+    for name, size in (("kv_memory", kv_memory), ("cache_dir_size", cache_dir_size)):
+        if size is not None:
+            from ropewalk.engine.budget import parse_memory
 
-        parse_memory(kv_memory, free_bytes=2**30)  # refuses what is no size
-    if cache_dir_size is not None:
-        from ropewalk.engine.budget import parse_memory
-
-        parse_memory(cache_dir_size, free_bytes=2**30, name="cache_dir_size")
+            parse_memory(size, free_bytes=2**30, name=name)  # refuses what is no size
     if cache_dir is None and cache_dir_size is not None:
         raise InvalidParameterError("--cache-dir-size needs --cache-dir")
     if cache_dir is not None and no_prefix_cache:
