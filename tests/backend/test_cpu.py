@@ -68,7 +68,7 @@ def test_close_to_the_float32_reference(backend, checkpoint, config, whole):
     ).mean() < 1e-2  # random tokens; ordinary text gives 1.3e-3 (docs/fidelity.md)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 13, 16, 17])
 def test_the_size_of_a_prefill_chunk_changes_no_bit(backend, whole, chunk):
     cache = backend.new_cache(40)
     parts = [run(backend, cache, TOKENS[i : min(i + chunk, N)], i) for i in range(0, N, chunk)]
@@ -105,7 +105,7 @@ def test_the_number_of_threads_changes_no_bit(checkpoint, config, whole, n_threa
     backend.close()
 
 
-@pytest.mark.parametrize("n_sequences", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("n_sequences", [1, 2, 7, 13, 16, 17])
 def test_neighbours_in_a_decode_batch_change_no_bit(backend, whole, n_sequences):
     """Sequence s holds the first s + 1 tokens; then all take their next token in one step."""
     cache = backend.new_cache(2 * n_sequences)

@@ -22,11 +22,11 @@ from ropewalk.kernels.clock import meet
 from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pointwise import norm_to_tile, normalise_floats, put_group
-from ropewalk.kernels.products import PREFILL_PANELS, multiply, product
+from ropewalk.kernels.products import multiply, panels_at_once, product, tile_of
 from ropewalk.kernels.simd import load_f32, load_floats, rows_at, store_floats, table_at
 from ropewalk.kernels.sync import chunk_of, next_of_run, take
 from ropewalk.kernels.tables import K_B, Q_A, V_B, Job, Latent, Layer, Matrix
-from ropewalk.kernels.tiles import READS_BYTES, READS_FLOATS, destinations, tile_address
+from ropewalk.kernels.tiles import READS_BYTES, READS_FLOATS, destinations
 
 
 @inline
@@ -39,12 +39,11 @@ def _copy(source, target, n):
 def _put_head(job, mla, head, token, source, groups, reads, fine):
     """A head's input of one token into its tiles."""
     size = FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES
-    rows, n_tokens, max_tile = mla[Latent.ROWS] * head, job[Job.N_TOKENS], job[Job.MAX_TILE]
-    base = mla[Latent.BYTE_TILES] + rows * groups * size
-    as_bytes, tile, place = tile_address(base, token, n_tokens, max_tile, groups * size)
-    base = mla[Latent.FLOAT_TILES] + rows * groups * 128
-    as_floats, _, _ = tile_address(base, token, n_tokens, max_tile, groups * 128)
-    to = (as_bytes if reads & READS_BYTES else 0, as_floats if reads & READS_FLOATS else 0, tile, place)
+    first, tile = tile_of(token, job[Job.N_TOKENS], job[Job.MAX_TILE])
+    row = mla[Latent.ROWS] * head + first
+    as_bytes = mla[Latent.BYTE_TILES] + row * groups * size if reads & READS_BYTES else 0
+    as_floats = mla[Latent.FLOAT_TILES] + row * groups * 128 if reads & READS_FLOATS else 0
+    to = (as_bytes, as_floats, tile, token - first)
     for g in range(groups):
         at = source + 128 * g
         put_group(load_floats(at), load_floats(at + 64), to, fine, g)
@@ -64,8 +63,7 @@ def _heads_product(tid, n_threads, words, job, mla, matrix, y, y_stride, head_st
     if matrix[Matrix.IS_FLOAT]:
         tiles, token_bytes = mla[Latent.FLOAT_TILES], groups * 128
     chunk = min(chunk_of(n_heads * n_panels, n_threads), n_panels)
-    if n_tokens > max_tile:
-        chunk = min(chunk, PREFILL_PANELS)
+    chunk = panels_at_once(chunk, panel_bytes, n_tokens, max_tile)
     n_chunks = (n_panels + chunk - 1) // chunk
     n_items = n_heads * n_chunks
     item, turn = next_of_run(tid, n_threads, words, 0, n_items, 0)

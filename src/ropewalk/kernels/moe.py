@@ -22,7 +22,7 @@ from ropewalk.kernels.clock import meet
 from ropewalk.kernels.definition import TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline, worker
 from ropewalk.kernels.pointwise import activate, norm_to_tile, put_group
-from ropewalk.kernels.products import PREFILL_PANELS, multiply, product, tile_size
+from ropewalk.kernels.products import multiply, panels_at_once, product, tile_of
 from ropewalk.kernels.simd import (
     fma,
     load_f32,
@@ -167,8 +167,8 @@ def _group(job, moe, number):
         if count > 0:
             store_i32(moe[Moe.ACTIVE] + 4 * n_active, np.int32(e))
             n_active += 1
-            whole = count // max_tile * max_tile
-            row += whole + (tile_size(count - whole, max_tile) if count > whole else 0)
+            first, size = tile_of(count - 1, count, max_tile)
+            row += first + size
     moe[Moe.N_ACTIVE] = n_active
     store_i32(moe[Moe.ACTIVE_OF_LAYERS] + 4 * number, np.int32(n_active))
 
@@ -181,12 +181,12 @@ def _pair(job, moe, pair, groups, reads):
     """A pair's expert, its row, and where its tiles are, for `put_group`."""
     e = np.int64(load_i32(moe[Moe.CHOSEN] + 4 * pair))
     count, first = np.int64(load_i32(moe[Moe.COUNTS] + 4 * e)), np.int64(load_i32(moe[Moe.FIRSTS] + 4 * e))
-    local, max_tile = np.int64(load_i32(moe[Moe.ROWS] + 4 * pair)), job[Job.MAX_TILE]
-    start = local // max_tile * max_tile
+    local = np.int64(load_i32(moe[Moe.ROWS] + 4 * pair))
+    start, tile = tile_of(local, count, job[Job.MAX_TILE])
     at = (first + start) * groups
     as_bytes = moe[Moe.BYTE_TILES] + at * TOKEN_GROUP_BYTES if reads & READS_BYTES else 0
     as_floats = moe[Moe.FLOAT_TILES] + at * 128 if reads & READS_FLOATS else 0
-    return e, first + local, (as_bytes, as_floats, tile_size(count - start, max_tile), local - start)
+    return e, first + local, (as_bytes, as_floats, tile, local - start)
 
 
 @inline
@@ -216,8 +216,7 @@ def _product(tid, n_threads, words, counter, job, moe, matrix, y):
     if matrix[Matrix.IS_FLOAT]:
         tiles, token_bytes = moe[Moe.FLOAT_TILES], groups * 128
     chunk = min(chunk_of(moe[Moe.N_ACTIVE] * n_panels, n_threads), n_panels)
-    if job[Job.N_TOKENS] > max_tile:
-        chunk = min(chunk, PREFILL_PANELS)
+    chunk = panels_at_once(chunk, panel_bytes, job[Job.N_TOKENS], max_tile)
     n_chunks = (n_panels + chunk - 1) // chunk
     n_items = moe[Moe.N_ACTIVE] * n_chunks
     item, turn = next_of_run(tid, n_threads, words, counter, n_items, 0)

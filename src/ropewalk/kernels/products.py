@@ -11,16 +11,43 @@ from ropewalk.kernels.sync import chunk_of, next_of_run
 from ropewalk.kernels.tables import Job, Matrix
 
 SPAN_TOKENS, SPAN_TILES = 32, 2  # of a span at least: each one reads all weights
-PREFILL_PANELS = 4  # taken at a time by many tokens: their weights and a tile of activations share a cache
+PREFILL_PANELS, PREFILL_BYTES = 4, 1 << 18  # of weights that wait in a cache for the tokens of the next tile
+VECTOR_TILE = 16  # tokens that vector registers have room for; only with AMX there are larger tiles
 
 
 @inline
 def tile_size(n_rest, max_tile):
-    """The smallest tile (a power of two) for the tokens that are left, up to the largest."""
+    """Tokens of the next tile, a power of two, when `n_rest` are left: the smallest that holds them all.
+
+    Where more than an eighth of it would be empty, half of it, and the rest goes through tiles of its own: the weights
+    are in a cache then, while an empty place takes as long as any other. (Not with AMX, whose tiles of 16 are quicker
+    than others of 8; nor tiles of 4 and less, where time goes by the weights.)
+    """
     size = 1
     while size < n_rest and size < max_tile:
         size *= 2
+    if size >= 8 and max_tile <= VECTOR_TILE and 8 * n_rest < 7 * size:
+        size //= 2
     return size
+
+
+@inline
+def tile_of(token, n_tokens, max_tile):
+    """The first token of the tile that a token is in, and the tile's size."""
+    first = token // max_tile * max_tile
+    size = tile_size(n_tokens - first, max_tile)
+    while first + size <= token:
+        first += size
+        size = tile_size(n_tokens - first, max_tile)
+    return first, size
+
+
+@inline
+def panels_at_once(n_panels, panel_bytes, n_tokens, max_tile):
+    """How many of `n_panels` panels to take at a time: if tokens need several tiles, few enough for a cache."""
+    if n_tokens > tile_size(n_tokens, max_tile):
+        return min(n_panels, max(PREFILL_PANELS, PREFILL_BYTES // panel_bytes))
+    return n_panels
 
 
 @inline
@@ -44,7 +71,8 @@ def span_of(n_tokens, n_threads, max_tile):
 @inline
 def multiply(matrix, panels, n_panels, tiles, token_bytes, n_tokens, max_tile, y, y_stride, add):
     """y (+)= some panels of a matrix x the activations of `n_tokens` tokens, tile by tile."""
-    for token in range(0, n_tokens, max_tile):
+    token = 0
+    while token < n_tokens:
         tile = tile_size(n_tokens - token, max_tile)
         call(
             matrix[Matrix.WORKERS + log2(tile)],
@@ -60,6 +88,7 @@ def multiply(matrix, panels, n_panels, tiles, token_bytes, n_tokens, max_tile, y
                 add,
             ),
         )
+        token += tile
 
 
 @inline
@@ -84,9 +113,7 @@ def product(tid, n_threads, words, counter, job, matrix, n_tokens, y, y_stride, 
 def product_of(tid, n_threads, words, counter, job, matrix, tiles, token_bytes, n_tokens, y, y_stride, add):
     """The same, of activations in other tiles."""
     n_panels, max_tile = matrix[Matrix.N_PANELS], job[Job.MAX_TILE]
-    chunk = chunk_of(n_panels, n_threads)
-    if n_tokens > max_tile:
-        chunk = min(chunk, PREFILL_PANELS)
+    chunk = panels_at_once(chunk_of(n_panels, n_threads), matrix[Matrix.PANEL_BYTES], n_tokens, max_tile)
     n_chunks = (n_panels + chunk - 1) // chunk
     span = span_of(n_tokens, n_threads, max_tile)
     n_items = n_chunks * ((n_tokens + span - 1) // span)

@@ -24,7 +24,7 @@ from ropewalk.kernels.pointwise import (
     put_rows,
     silu_rows,
 )
-from ropewalk.kernels.products import PREFILL_PANELS, multiply, span_of, tile_size, tiles_of
+from ropewalk.kernels.products import PREFILL_PANELS, multiply, span_of, tile_of, tiles_of
 from ropewalk.kernels.rows import ROWS, stack
 from ropewalk.kernels.simd import load_f32, load_floats, splat, store_floats
 from ropewalk.kernels.sync import MAX_HELPED, chunk_of, next_of_run
@@ -43,13 +43,6 @@ def helped(n_tokens):
 
 
 @inline
-def tile_address(base, token, n_tokens, max_tile, token_bytes):
-    """Where a token's tile starts, the tile's size, and the token's place in it."""
-    first = token // max_tile * max_tile
-    return base + first * token_bytes, tile_size(n_tokens - first, max_tile), token - first
-
-
-@inline
 def destinations(job, reads, fine, token, n_tokens, groups):
     """Addresses of the byte tile and of the float tile (0 where not read), tile size, place of the token."""
     return _destinations(job, job[Job.BYTE_TILES], reads, fine, token, n_tokens, groups)
@@ -58,14 +51,10 @@ def destinations(job, reads, fine, token, n_tokens, groups):
 @inline
 def _destinations(job, byte_tiles, reads, fine, token, n_tokens, groups):
     size = FINE_TOKEN_GROUP_BYTES if fine else TOKEN_GROUP_BYTES
-    max_tile = job[Job.MAX_TILE]
-    as_bytes, tile, place = tile_address(byte_tiles, token, n_tokens, max_tile, groups * size)
-    as_floats, _, _ = tile_address(job[Job.FLOAT_TILES], token, n_tokens, max_tile, groups * 128)
-    if not reads & READS_BYTES:
-        as_bytes = 0
-    if not reads & READS_FLOATS:
-        as_floats = 0
-    return as_bytes, as_floats, tile, place
+    first, tile = tile_of(token, n_tokens, job[Job.MAX_TILE])
+    as_bytes = byte_tiles + first * groups * size if reads & READS_BYTES else 0
+    as_floats = job[Job.FLOAT_TILES] + first * groups * 128 if reads & READS_FLOATS else 0
+    return as_bytes, as_floats, tile, token - first
 
 
 @inline
