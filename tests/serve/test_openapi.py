@@ -47,7 +47,7 @@ schema = schemathesis.openapi.from_dict(document(["smol"]))
     suppress_health_check=list(HealthCheck),
 )
 def test_the_server_is_as_the_document_says(case, described):
-    case.call_and_validate(base_url=described.url, checks=CHECKS.get_by_names(NAMES), timeout=30)
+    case.call_and_validate(base_url=described.url, checks=CHECKS.get_by_names(NAMES), timeout=300)
 
 
 def test_what_is_described(smol):

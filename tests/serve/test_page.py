@@ -28,7 +28,11 @@ def browser():
 
 
 def patient(browser_or_context):
-    """A new page that waits long for what must come."""
+    """A new page that waits long for what must come.
+
+    `wait_for_function` is no way to wait on it: what is not true at once is looked at again by `eval`, which the page's
+    policy forbids.
+    """
     page = browser_or_context.new_page()
     page.set_default_timeout(1000 * PATIENCE_S)
     return page
@@ -66,7 +70,7 @@ def ask(page, question=QUESTION):
     page.fill("#question", question)
     before = page.locator("article").count()
     page.press("#question", "Enter")
-    page.wait_for_function("n => document.querySelectorAll('article').length === n", arg=before + 2)
+    page.wait_for_selector(f"#messages article:nth-child({before + 2})", state="attached")
 
 
 def with_body(page, **more):
@@ -154,7 +158,8 @@ def test_a_token_shows_its_candidates_and_knobs_compute_its_step_again(open_page
             page.locator("#knob-temperature").evaluate(
                 "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', { bubbles: true })) }", value
             )
-        page.wait_for_function("!document.querySelector('#token p').textContent.startsWith('Computing')")
+        note = sync_api.expect(page.locator("#token p").first)
+        note.not_to_have_text(re.compile("^Computing"), timeout=1000 * PATIENCE_S)
         assert check(rows(page))
     assert page.locator("article.assistant .text").inner_text() == answer
 
