@@ -75,7 +75,7 @@ def canvas(theme: str, width: float, height: float) -> Iterator[tuple[Figure, Th
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise RopewalkError("figures need matplotlib: pip install 'ropewalk[plots]'") from None
+        raise RopewalkError("figures need matplotlib: pip install matplotlib") from None
     with rc_context(_settings(colours)):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.set_label(theme)
