@@ -28,7 +28,7 @@ from ropewalk.kernels.pages import (
 )
 from ropewalk.kernels.pointwise import add_to, normalise_floats, rotate, scale_by
 from ropewalk.kernels.simd import call, load_f32, load_i32
-from ropewalk.kernels.sync import chunk_of, next_of_run, take
+from ropewalk.kernels.sync import chunk_of, next_chunk, next_of_run, take
 from ropewalk.kernels.tables import Job, Layer
 from ropewalk.kernels.tiles import helped
 
@@ -132,11 +132,9 @@ def rotate_and_store(tid, n_threads, words, job, layer, number):
     per_token = n_heads + job[Job.N_KV_HEADS]
     n_items = n_tokens * per_token
     chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
-    n_chunks = (n_items + chunk - 1) // chunk
-    part, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
-    while part < n_chunks:
-        first = part * chunk
-        for item in range(first, min(first + chunk, n_items)):
+    first, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, 0, n_helped)
+    while first < n_items:
+        for item in range(first, end):
             token, head = item // per_token, item % per_token
             position = load_i32(job[Job.POSITIONS] + 4 * token)
             cos, sin = layer[Layer.COS], layer[Layer.SIN]
@@ -158,7 +156,7 @@ def rotate_and_store(tid, n_threads, words, job, layer, number):
             else:
                 page = load_i32(_page_table(job, token) + 4 * (position // PAGE))
                 _store_head(job, layer, number, token, head - n_heads, page, position % PAGE, cos, sin)
-        part, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
+        first, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, turn, n_helped)
 
 
 @inline

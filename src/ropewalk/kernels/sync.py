@@ -204,6 +204,15 @@ def next_of_run(tid, n_threads, words, counter, n_items, turn, n_helped=MAX_HELP
 
 
 @inline
+def next_chunk(tid, n_threads, words, counter, n_items, chunk, turn, n_helped=MAX_HELPED):
+    """The same, `chunk` items at a time: the first, the one after the last, and the `turn`."""
+    n_chunks = (n_items + chunk - 1) // chunk
+    number, turn = next_of_run(tid, n_threads, words, counter, n_chunks, turn, n_helped)
+    first = min(number * chunk, n_items)
+    return first, min(first + chunk, n_items), turn
+
+
+@inline
 def chunk_of(n_items, n_threads):
     """Items to take at a time: an eighth of a thread's fair share."""
     return max(1, n_items // (8 * n_threads))
