@@ -72,9 +72,9 @@ def test_norms_and_tiles(kind, fine, tile, place):
 @kernel
 def activate(gate, up, out, which):
     if which == 0:
-        P.silu_rows(gate, up, 256, out)
+        P.silu_rows(gate, up, 256, 16, out)
     elif which == 1:
-        P.gelu_tanh_rows(gate, up, 256, out)
+        P.gelu_tanh_rows(gate, up, 256, 16, out)
     else:
         for r in range(16):
             for i in (0, 64):

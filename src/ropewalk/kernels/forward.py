@@ -19,7 +19,7 @@ from ropewalk.kernels.clock import lap, meet
 from ropewalk.kernels.jit import inline, kernel
 from ropewalk.kernels.pointwise import norm_to_tile, soft_cap
 from ropewalk.kernels.products import product, product_of, tiles_of
-from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, store_floats
+from ropewalk.kernels.simd import call, load_f32, load_floats, load_i32, rows_at, store_floats, table_at
 from ropewalk.kernels.sync import (
     BELL,
     BELL_STEP,
@@ -265,7 +265,14 @@ def run_steps(tid, words, job, layers, matrices, bell, patience):
         n_threads = bell % BELL_STEP
         if tid >= n_threads:
             return bell
-        forward(tid, n_threads, words, job, layers, matrices)
+        forward(
+            tid,
+            n_threads,
+            table_at(words.ctypes.data),
+            table_at(job.ctypes.data),
+            rows_at(layers.ctypes.data, layers.shape[0], layers.shape[1]),
+            rows_at(matrices.ctypes.data, matrices.shape[0], matrices.shape[1]),
+        )
         if patience == 0:
             return bell
 

@@ -251,9 +251,9 @@ def put_rows(rows, stride, to, fine, group, groups):
 
 def _make_activate_rows(activation):
     @inline
-    def activate_rows(gate, up, stride, out):
-        """activation(gate) * up of 32 floats of each of 16 rows, `stride` bytes apart; those of `out` touch."""
-        for r in range(ROWS):
+    def activate_rows(gate, up, stride, n, out):
+        """activation(gate) * up of 32 floats of each of n rows, `stride` bytes apart; those of `out` touch."""
+        for r in range(n):
             for i in (0, 64):
                 at = stride * r + i
                 store_floats(out + 128 * r + i, activation(load_floats(gate + at)) * load_floats(up + at))

@@ -111,26 +111,36 @@ def normalise(tid, n_threads, words, job, before, norm, reads, fine):
 
 @inline
 def attended_to_tiles(tid, n_threads, words, job, reads):
-    n_tokens, width = job[Job.N_TOKENS], job[Job.OUT_WIDTH]
-    groups = width // 32
+    """Attention's output, into tiles; an item is a group of 16 tokens."""
+    n_tokens, stride, groups = job[Job.N_TOKENS], 4 * job[Job.OUT_WIDTH], job[Job.OUT_WIDTH] // 32
     n_items = (n_tokens + ROWS - 1) // ROWS * groups
     chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
     n_chunks = (n_items + chunk - 1) // chunk
     number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
     while number < n_chunks:
-        first = number * chunk
-        for item in range(first, min(first + chunk, n_items)):
+        item, end = number * chunk, min((number + 1) * chunk, n_items)
+        while item < end:
             token, g = item // groups * ROWS, item % groups
-            at = job[Job.OUT_SOURCE] + 4 * width * token + 128 * g
-            if token + ROWS <= n_tokens:
-                to = destinations(job, reads, False, token, n_tokens, groups)
-                put_rows(at, 4 * width, to, False, g, groups)
-            else:
-                for t in range(token, n_tokens):
-                    to = destinations(job, reads, False, t, n_tokens, groups)
-                    put_group(load_floats(at), load_floats(at + 64), to, False, g)
-                    at += 4 * width
+            last = min(groups, g + end - item)
+            _put_attended(job, reads, stride, token, n_tokens, g, last)
+            item += last - g
         number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
+
+
+@inline
+def _put_attended(job, reads, stride, token, n_tokens, first, last):
+    """Groups first ... last - 1 of `token` and of up to 15 tokens after it."""
+    at, groups = job[Job.OUT_SOURCE] + stride * token, stride // 128
+    if token + ROWS <= n_tokens:
+        to = destinations(job, reads, False, token, n_tokens, groups)
+        for g in range(first, last):
+            put_rows(at + 128 * g, stride, to, False, g, groups)
+        return
+    for t in range(token, n_tokens):
+        to = destinations(job, reads, False, t, n_tokens, groups)
+        for g in range(first, last):
+            put_group(load_floats(at + 128 * g), load_floats(at + 128 * g + 64), to, False, g)
+        at += stride
 
 
 @inline
@@ -151,52 +161,56 @@ def _activated(job, biases, gate, up, i):
 
 
 @inline
-def _activate_rows(job, biases, gate, up, stride, g, rows):
-    """A group of activations of 16 tokens, whose rows begin at `gate` and `up`, as float32 [16, 32]."""
+def _activate_rows(job, biases, gate, up, stride, n, g, rows):
+    """A group of activations of n tokens, whose rows begin at `gate` and `up`, as float32 [n, 32]."""
     is_plain = job[Job.IS_GATED] and biases[0] == 0 and biases[1] == 0
     if is_plain and job[Job.ACTIVATION] == SILU:
-        silu_rows(gate + 128 * g, up + 128 * g, stride, rows)
+        silu_rows(gate + 128 * g, up + 128 * g, stride, n, rows)
     elif is_plain and job[Job.ACTIVATION] == GELU_TANH:
-        gelu_tanh_rows(gate + 128 * g, up + 128 * g, stride, rows)
+        gelu_tanh_rows(gate + 128 * g, up + 128 * g, stride, n, rows)
     else:
-        for r in range(ROWS):
+        for r in range(n):
             for i in (0, 16):
                 a = _activated(job, biases, gate + stride * r, up + stride * r, 32 * g + i)
                 store_floats(rows + 128 * r + 4 * i, a)
 
 
 @inline
-def _put_activations(job, layer, gate, up, stride, byte_tiles, token, n_tokens, g):
-    """A group of activations of `token` and of up to 15 tokens after it, whose rows follow `gate` and `up`."""
+def _put_activations(job, layer, gate, up, stride, byte_tiles, token, n_tokens, first, last):
+    """Groups first ... last - 1 of `token` and of up to 15 tokens after it, whose rows follow `gate` and `up`."""
     biases, reads = (layer[Layer.GATE_BIAS], layer[Layer.UP_BIAS]), layer[Layer.DOWN_INPUT]
-    groups = layer[Layer.FFN] // 32
+    groups, rows = layer[Layer.FFN] // 32, stack(2048)
     if token + ROWS <= n_tokens:
-        rows = stack(2048)
-        _activate_rows(job, biases, gate, up, stride, g, rows)
         to = _destinations(job, byte_tiles, reads, False, token, n_tokens, groups)
-        put_rows(rows, 128, to, False, g, groups)
+        for g in range(first, last):
+            _activate_rows(job, biases, gate, up, stride, ROWS, g, rows)
+            put_rows(rows, 128, to, False, g, groups)
         return
     for t in range(token, n_tokens):
-        a, b = (_activated(job, biases, gate, up, 32 * g), _activated(job, biases, gate, up, 32 * g + 16))
         to = _destinations(job, byte_tiles, reads, False, t, n_tokens, groups)
-        put_group(a, b, to, False, g)
+        for g in range(first, last):
+            _activate_rows(job, biases, gate, up, stride, 1, g, rows)
+            put_group(load_floats(rows), load_floats(rows + 64), to, False, g)
         gate, up = gate + stride, up + stride
 
 
 @inline
 def activated_to_tiles(tid, n_threads, words, job, layer):
-    """activation(gate) * up, into tiles."""
+    """activation(gate) * up, into tiles; an item is a group of 16 tokens."""
     n_tokens, groups, stride = job[Job.N_TOKENS], layer[Layer.FFN] // 32, 4 * layer[Layer.FFN]
     n_items = (n_tokens + ROWS - 1) // ROWS * groups
     chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
     n_chunks = (n_items + chunk - 1) // chunk
     number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
     while number < n_chunks:
-        first = number * chunk
-        for item in range(first, min(first + chunk, n_items)):
+        item, end = number * chunk, min((number + 1) * chunk, n_items)
+        while item < end:
             token, g = item // groups * ROWS, item % groups
+            last = min(groups, g + end - item)
             gate, up = job[Job.GATE] + stride * token, job[Job.UP] + stride * token
-            _put_activations(job, layer, gate, up, stride, job[Job.BYTE_TILES], token, n_tokens, g)
+            tiles = job[Job.BYTE_TILES]
+            _put_activations(job, layer, gate, up, stride, tiles, token, n_tokens, g, last)
+            item += last - g
         number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
 
 
@@ -235,8 +249,8 @@ def _fused_part(job, layer, gate_matrix, up_matrix, panel, count, token, end):
     _multiply_some(job, up_matrix, panel, count, token, end, up, stride)
     gate, up = gate - 64 * panel, up - 64 * panel  # where the first column would be
     for t in range(token, end, ROWS):
-        for g in range(panel // 2, (panel + count) // 2):
-            _put_activations(job, layer, gate, up, stride, job[Job.DOWN_TILES], t, job[Job.N_TOKENS], g)
+        tiles, n_tokens = job[Job.DOWN_TILES], job[Job.N_TOKENS]
+        _put_activations(job, layer, gate, up, stride, tiles, t, n_tokens, panel // 2, (panel + count) // 2)
         gate, up = gate + stride * ROWS, up + stride * ROWS
 
 
