@@ -22,7 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 TOP = Path(__file__).parent.parent
-LIMIT_S = 300
+LIMIT_S = 1800
 MARKS = r"(?P<skip><!-- not run: [^\n]+ -->\n)?(?:<!-- measured: within a factor of (?P<factor>\d+) -->\n)?"
 BLOCK = re.compile(MARKS + r"^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 PICTURE = re.compile(r"!\[[^\]]*\]\((figures/[\w.-]+\.svg)\)")
