@@ -27,7 +27,7 @@ from ropewalk.kernels.pointwise import (
 from ropewalk.kernels.products import PREFILL_PANELS, multiply, span_of, tile_of, tiles_of
 from ropewalk.kernels.rows import ROWS, stack
 from ropewalk.kernels.simd import load_f32, load_floats, splat, store_floats
-from ropewalk.kernels.sync import MAX_HELPED, chunk_of, next_of_run
+from ropewalk.kernels.sync import MAX_HELPED, chunk_of, next_chunk, next_of_run
 from ropewalk.kernels.tables import Job, Layer, Matrix
 
 READS_BYTES, READS_FLOATS = 1, 2
@@ -101,12 +101,10 @@ def normalise(tid, n_threads, words, job, before, norm, reads, fine):
     chunk, n_helped = chunk_of(n_tokens, n_threads), helped(n_tokens)
     if n_tokens >= ROWS * n_threads:
         chunk = (chunk + ROWS - 1) // ROWS * ROWS
-    n_chunks = (n_tokens + chunk - 1) // chunk
-    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
-    while number < n_chunks:
-        first = number * chunk
-        _norm_tokens(job, first, min(first + chunk, n_tokens), before, norm, reads, fine)
-        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
+    first, end, turn = next_chunk(tid, n_threads, words, 0, n_tokens, chunk, 0, n_helped)
+    while first < n_tokens:
+        _norm_tokens(job, first, end, before, norm, reads, fine)
+        first, end, turn = next_chunk(tid, n_threads, words, 0, n_tokens, chunk, turn, n_helped)
 
 
 @inline
@@ -115,16 +113,14 @@ def attended_to_tiles(tid, n_threads, words, job, reads):
     n_tokens, stride, groups = job[Job.N_TOKENS], 4 * job[Job.OUT_WIDTH], job[Job.OUT_WIDTH] // 32
     n_items = (n_tokens + ROWS - 1) // ROWS * groups
     chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
-    n_chunks = (n_items + chunk - 1) // chunk
-    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
-    while number < n_chunks:
-        item, end = number * chunk, min((number + 1) * chunk, n_items)
+    item, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, 0, n_helped)
+    while item < n_items:
         while item < end:
             token, g = item // groups * ROWS, item % groups
             last = min(groups, g + end - item)
             _put_attended(job, reads, stride, token, n_tokens, g, last)
             item += last - g
-        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
+        item, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, turn, n_helped)
 
 
 @inline
@@ -200,10 +196,8 @@ def activated_to_tiles(tid, n_threads, words, job, layer):
     n_tokens, groups, stride = job[Job.N_TOKENS], layer[Layer.FFN] // 32, 4 * layer[Layer.FFN]
     n_items = (n_tokens + ROWS - 1) // ROWS * groups
     chunk, n_helped = chunk_of(n_items, n_threads), helped(n_tokens)
-    n_chunks = (n_items + chunk - 1) // chunk
-    number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, 0, n_helped)
-    while number < n_chunks:
-        item, end = number * chunk, min((number + 1) * chunk, n_items)
+    item, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, 0, n_helped)
+    while item < n_items:
         while item < end:
             token, g = item // groups * ROWS, item % groups
             last = min(groups, g + end - item)
@@ -211,7 +205,7 @@ def activated_to_tiles(tid, n_threads, words, job, layer):
             tiles = job[Job.BYTE_TILES]
             _put_activations(job, layer, gate, up, stride, tiles, token, n_tokens, g, last)
             item += last - g
-        number, turn = next_of_run(tid, n_threads, words, 0, n_chunks, turn, n_helped)
+        item, end, turn = next_chunk(tid, n_threads, words, 0, n_items, chunk, turn, n_helped)
 
 
 @inline
