@@ -13,10 +13,16 @@ TILES = [(16, 0), (32, 16), (64, 48)] if R.TILE_ROWS == 16 else [(R.TILE_ROWS, 0
 
 
 def awkward(groups, seed):
-    """Float32 [16, 32 * groups] of all magnitudes, with halves between integers, a row of zeros and large ones."""
+    """Float32 [16, 32 * groups] of all magnitudes, with halves between integers, rows of zeros, of large
+    ones and of some whose reciprocal is infinite."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((16, 32 * groups)) * 10.0 ** rng.integers(-20, 20, (16, 1))
-    x[3], x[5], x[7, ::2] = rng.integers(-254, 255, x.shape[1]) / 2, 0, 1e20
+    x[3], x[5], x[7, ::2], x[9] = (
+        rng.integers(-254, 255, x.shape[1]) / 2,
+        0,
+        1e20,
+        x[9] * 1e-37 / abs(x[9]).max(),
+    )
     return x.astype(np.float32)
 
 

@@ -12,6 +12,9 @@ from ropewalk.kernels.simd import F32, I32, emit_fma, emit_load, emit_splat, flo
 TOKEN_GROUP_BYTES = 48
 FINE_TOKEN_GROUP_BYTES = 80
 
+SMALLEST = 1e-34
+"""Activations are zeros where all of a group are smaller: the reciprocal of a scale is to be a finite number."""
+
 S, T, MINUS_SUM_A, MINUS_SUM_B = range(4)
 """A token's four numbers in a group of activations: scale, t, and minus the sums over columns 0-15 and 16-31."""
 

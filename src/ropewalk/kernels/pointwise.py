@@ -6,7 +6,7 @@ values. Arguments are addresses. The layout of a tile of activations is in `kern
 
 import numpy as np
 
-from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, TOKEN_GROUP_BYTES
+from ropewalk.kernels.definition import FINE_TOKEN_GROUP_BYTES, SMALLEST, TOKEN_GROUP_BYTES
 from ropewalk.kernels.jit import inline
 from ropewalk.kernels.rows import ROWS, TILE_ROWS, quantize_rows, quantize_rows_fine, stack, sum_rows
 from ropewalk.kernels.simd import (
@@ -36,7 +36,7 @@ from ropewalk.kernels.simd import (
     zip_low,
 )
 
-_ROUNDER = np.float32(ROUNDER)
+_ROUNDER, _SMALLEST = np.float32(ROUNDER), np.float32(SMALLEST)
 _ROUNDER_BITS = np.int64(_ROUNDER.view(np.int32))
 ZERO, ONE, TWO, HALF = (np.float32(x) for x in (0, 1, 2, 0.5))
 SILU, GELU_TANH, GELU, RELU2, SWIGLU_OAI = range(5)
@@ -164,7 +164,7 @@ def round_within(x, limit):
 
 @inline
 def _round(x):
-    """x_q, half to even. Of NaN, and where max|x| is below 4e-37, it is 0 or the like: no scale fits."""
+    """x_q, half to even; of NaN any integer."""
     return bits_of(x + _ROUNDER) - _ROUNDER_BITS
 
 
@@ -172,7 +172,7 @@ def _round(x):
 def quantize_group(a, b, at, tile, token):
     """Put 32 activations (two vectors) into a tile's group as int8: x_q = round(x / s), s = max|x| / 127."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
-    inverse = np.float32(127) / largest if largest > ZERO else ZERO
+    inverse = np.float32(127) / largest if largest > _SMALLEST else ZERO
     qa, qb = _round(a * inverse), _round(b * inverse)
     store_i8_of_ints(at + 32 * token, qa)
     store_i8_of_ints(at + 32 * token + 16, qb)
@@ -183,7 +183,7 @@ def quantize_group(a, b, at, tile, token):
 def quantize_group_fine(a, b, at, tile, token):
     """The same with 16 bits, s = max|x| / 32512: x_q = 256 * high + low, and both parts are signed bytes."""
     largest = max_lane(maximum(absolute(a), absolute(b)))
-    inverse = np.float32(32512) / largest if largest > ZERO else ZERO
+    inverse = np.float32(32512) / largest if largest > _SMALLEST else ZERO
     qa, qb = _round(a * inverse), _round(b * inverse)
     high, low = at + 32 * token, at + 32 * (tile + token)
     store_i8_of_ints(high, (qa + 128) >> 8)

@@ -11,6 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ropewalk.kernels.cpu import choose_rung
+from ropewalk.kernels.definition import SMALLEST
 from ropewalk.kernels.dot import emit_dot4
 from ropewalk.kernels.matmul import max_tile
 from ropewalk.kernels.simd import (
@@ -89,7 +90,8 @@ def _emit_scales(builder, rows, stride, limit):
         largest.append(emit_greater(builder, *sizes))
     top = _fold_rows(builder, largest, emit_greater)
     limits, zero = floats.constant(limit), floats.constant(0.0)
-    inverse = builder.select(builder.fcmp_ordered(">", top, zero), builder.fdiv(limits, top), zero)
+    fits = builder.fcmp_ordered(">", top, floats.constant(SMALLEST))
+    inverse = builder.select(fits, builder.fdiv(limits, top), zero)
     return builder.fdiv(top, limits), inverse
 
 
