@@ -65,7 +65,8 @@ def span_of(n_tokens, n_threads, max_tile):
     Then each thread goes through all panels: weights are read once for each span. All tokens, where they are few.
     """
     least = max(SPAN_TOKENS, SPAN_TILES * max_tile)
-    return max(1, (n_tokens // n_threads + least - 1) // least) * least
+    spans, unit = max(1, min(n_threads, n_tokens // least)), max(16, max_tile)
+    return ((n_tokens + spans - 1) // spans + unit - 1) // unit * unit
 
 
 @inline
