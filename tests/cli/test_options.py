@@ -184,3 +184,10 @@ def test_a_pooling_that_there_is_not_is_refused_before_the_model_is_opened(ropew
         2,
         "ropewalk: --pooling is 'sum'; allowed: mean, cls, last\n",
     )
+
+
+def test_adapters_by_name():
+    assert options.read_adapters(["a/b.gguf", "x=c", "m=y=d"]) == {"b": "a/b.gguf", "x": "c", "m=y": "d"}
+    for texts in (["x="], ["=c"], ["x=c", "x=d"]):
+        with pytest.raises(InvalidParameterError, match="--lora"):
+            options.read_adapters(texts)

@@ -178,6 +178,16 @@ class TestOptions:
             with pytest.raises(InvalidParameterError, match="is the name of another model"):
                 serve_verb.read_aliases(texts, ["a", "b"])
 
+    def test_adapters_are_those_of_the_model_that_is_named(self):
+        alone = {"x": "x.gguf", "a=y": "y.gguf"}
+        assert serve_verb.adapters_by_model(alone, ["a"]) == {"a": {"x": "x.gguf", "y": "y.gguf"}}
+        both = {"a=x": "x.gguf", "models/b.gguf=y": "y.gguf"}
+        expected = {"a": {"x": "x.gguf"}, "b": {"y": "y.gguf"}}
+        assert serve_verb.adapters_by_model(both, ["a", "b"]) == expected
+        for adapters in ({"x": "x.gguf"}, {"c=x": "x.gguf"}, {"a=x": "1.gguf", "b=x": "2.gguf"}):
+            with pytest.raises(InvalidParameterError, match="--lora"):
+                serve_verb.adapters_by_model(adapters, ["a", "b"])
+
     def test_two_models_of_one_name(self):
         assert serve_verb.by_name(["a.gguf", "b"]) == {"a": "a.gguf", "b": "b"}
         with pytest.raises(InvalidParameterError, match=r"the name 'a': x/a\.gguf and y/a\.gguf"):

@@ -255,7 +255,7 @@ def machine(
         list[str] | None,
         typer.Option(
             "--lora",
-            metavar="[NAME=]PATH",
+            metavar="[[MODEL=]NAME=]PATH",
             help="A low-rank adapter: a GGUF file or a PEFT folder. serve takes several, each a model's name.",
         ),
     ] = None,
@@ -285,24 +285,31 @@ def machine(
         cache_dir=cache_dir,
         cache_dir_size=cache_dir_size,
         quantize=quantize,
-        adapters=dict(map(parse_adapter, lora)) if lora else None,
+        adapters=read_adapters(lora) if lora else None,
     )
 
 
-def parse_adapter(text: str) -> tuple[str, str]:
-    """`"NAME=PATH"` as name and path; a path alone is called by its last part, without its suffix.
+def read_adapters(texts: list[str]) -> dict[str, str]:
+    """Paths by names, of `"NAME=PATH"` each; a path alone is called by its last part, without its suffix.
 
     Raises
     ------
     InvalidParameterError
-        If one of the two is empty.
+        A name or a path is empty, or two adapters have one name.
     """
-    name, equals, path = text.partition("=")
-    if not equals:
-        name, path = Path(text).stem, text
-    if not name or not path:
-        raise InvalidParameterError(f"--lora {text!r}: expected [NAME=]PATH")
-    return name, path
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.rpartition("=")
+        if not equals:
+            name = Path(text).stem
+        if not name or not path:
+            raise InvalidParameterError(f"--lora {text!r}: expected [NAME=]PATH")
+        if name in adapters:
+            raise InvalidParameterError(
+                f"--lora {text!r}: {name!r} is {adapters[name]}; allowed: another NAME"
+            )
+        adapters[name] = path
+    return adapters
 
 
 def drafts(

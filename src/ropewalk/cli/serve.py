@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,13 +125,15 @@ def serve(
         cors_origins=tuple(checked_origin(origin) for origin in cors_origin or ()),
         aliases=read_aliases(alias or [], list(names)),
     )
+    adapters = adapters_by_model(machine.adapters or {}, list(names))
     with ExitStack() as resources:
         sockets = bind(host, port)
         for each in sockets:
             resources.enter_context(each)
         engines: dict[str, AsyncEngine] = {}
         for name, model in names.items():
-            llm = resources.enter_context(open_llm(model, machine, max_batch=max_batch))
+            its = replace(machine, adapters=adapters[name] or None)
+            llm = resources.enter_context(open_llm(model, its, max_batch=max_batch))
             engines[name] = AsyncEngine(llm)
         server = make_server(
             make_app(engines, options),
@@ -193,6 +197,30 @@ def hosts(host: str, more: list[str], *, guarded: bool) -> frozenset[str] | None
     if not more and (guarded or host not in LOOPBACK):
         return None
     return frozenset({"localhost", *(name.lower() for name in more)})
+
+
+def adapters_by_model(
+    adapters: Mapping[str, str | os.PathLike[str]], models: list[str]
+) -> dict[str, dict[str, str | os.PathLike[str]]]:
+    """Each model's adapters by name; `MODEL=NAME` says whose one is.
+
+    Raises InvalidParameterError if that is not said though there are several models, or if two have one name.
+    """
+    found: dict[str, dict[str, str | os.PathLike[str]]] = {model: {} for model in models}
+    for whole, path in adapters.items():
+        owner, _, name = whole.rpartition("=")
+        model = name_of(owner) if owner else models[0]
+        if model not in found or (len(models) > 1 and not owner):
+            raise InvalidParameterError(
+                f"--lora {whole}={path}: expected {'MODEL=' if len(models) > 1 else '[MODEL=]'}NAME=PATH, "
+                f"MODEL one of {', '.join(models)}"
+            )
+        if any(name in each for each in found.values()):
+            raise InvalidParameterError(
+                f"--lora {whole}={path}: there are two adapters {name!r}; allowed: one"
+            )
+        found[model][name] = path
+    return found
 
 
 def read_aliases(texts: list[str], names: list[str]) -> dict[str, str]:
