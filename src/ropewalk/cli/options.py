@@ -255,8 +255,9 @@ def machine(
         list[str] | None,
         typer.Option(
             "--lora",
-            metavar="[[MODEL=]NAME=]PATH",
-            help="A low-rank adapter: a GGUF file or a PEFT folder. serve takes several, each a model's name.",
+            metavar="[NAME=]PATH",
+            help="A low-rank adapter: a GGUF file or a PEFT folder. serve takes several, each a model's name; "
+            "MODEL=NAME=PATH says whose.",
         ),
     ] = None,
 ) -> Machine:
