@@ -73,6 +73,14 @@ def _largest(x, n):
     return max_lane(largest)
 
 
+@inline
+def _put_scale(at, x, n, limit):
+    """Store the scale by which n floats are integers from -limit to limit; gives its inverse, 0 for zeros."""
+    top = _largest(x, n)
+    store_f32(at, top / limit)
+    return limit / top if top > _ZERO else _ZERO
+
+
 # ---- queries
 
 
@@ -86,10 +94,9 @@ def put_query(q, head_dim, out, step):
 @inline
 def put_query_int8(q, head_dim, out, step):
     """The same as 16-bit integers, 256 * high + low, both signed bytes; the floats at q are used up."""
-    top = _largest(q, head_dim)
-    inverse = np.float32(32512) / top if top > _ZERO else _ZERO
-    sum_high, sum_low = np.int32(0), np.int32(0)
     low_part, fields = out + step * (head_dim // 4), out + step * (head_dim // 2)
+    inverse = _put_scale(fields, q, head_dim, np.float32(32512))
+    sum_high, sum_low = np.int32(0), np.int32(0)
     for d in range(0, head_dim, 16):
         x = round_within(load_floats(q + 4 * d) * inverse, np.float32(32512))
         at = q + 4 * d
@@ -100,7 +107,6 @@ def put_query_int8(q, head_dim, out, step):
         for i in range(4):
             store_i32(out + step * (d // 4 + i), load_i32(at + 4 * i))
             store_i32(low_part + step * (d // 4 + i), load_i32(at + 16 + 4 * i))
-    store_f32(fields, top / np.float32(32512))
     store_i32(fields + step, sum_high)
     store_i32(fields + 2 * step, sum_low)
 
@@ -144,9 +150,7 @@ def put_value(page, slot, x, head_dim):
 @inline
 def put_key_int8(page, scales, slot, x, head_dim):
     """A key as signed bytes raised by 128, four dimensions together, and its scale; the floats at x are used up."""
-    top = _largest(x, head_dim)
-    inverse = np.float32(127) / top if top > _ZERO else _ZERO
-    store_f32(scales + 4 * slot, top / np.float32(127))
+    inverse = _put_scale(scales + 4 * slot, x, head_dim, np.float32(127))
     for d in range(0, head_dim, 16):
         store_i8_of_ints(x + 4 * d, round_within(load_floats(x + 4 * d) * inverse, np.float32(127)) + 128)
         for i in range(0, 16, 4):
@@ -156,9 +160,7 @@ def put_key_int8(page, scales, slot, x, head_dim):
 @inline
 def put_value_int8(page, scales, slot, x, head_dim):
     """A value as signed bytes, four tokens together, and its scale; the floats at x are used up."""
-    top = _largest(x, head_dim)
-    inverse = np.float32(127) / top if top > _ZERO else _ZERO
-    store_f32(scales + 4 * slot, top / np.float32(127))
+    inverse = _put_scale(scales + 4 * slot, x, head_dim, np.float32(127))
     for d in range(0, head_dim, 16):
         store_i8_of_ints(x + 4 * d, round_within(load_floats(x + 4 * d) * inverse, np.float32(127)))
         for i in range(16):
